@@ -1,0 +1,135 @@
+"""The record of a run as plain data: what each rank did, in program order.
+
+Every event is a named tuple of numbers, strings and tuples, so that a trace can be written, read and compared
+byte for byte. Sizes are in bytes, work in floating point operations. No event holds a time: what a kernel or a
+transfer costs is decided afterwards, by pricing the trace on a cluster.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Union
+
+CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "communication", "temporary")
+PHASES = ("", "forward", "backward", "recompute", "optimizer")
+
+
+class Kernel(NamedTuple):
+    """One kernel launched on one stream of a device."""
+
+    name: str  # the operator, e.g. "mm", or the name given to rank.kernel(...)
+    scope: str  # dotted module path it ran in, e.g. "blocks.0.attention"; "" outside any module
+    phase: str  # one of PHASES
+    flops: int  # floating point operations executed (a multiply-add is two)
+    bytes: int  # device memory read plus written
+    dtype: str  # what it computes in, e.g. "float32"
+    dims: tuple[int, ...]  # (batch, m, n, k) of a matrix product, which may use tensor cores; () otherwise
+    stream: str
+
+
+class Collective(NamedTuple):
+    """One rank's part in a collective: the k-th (seq) of its group."""
+
+    kind: str  # "all_reduce", "reduce", "broadcast", "all_gather", "gather", "reduce_scatter", "scatter", "all_to_all", "barrier"
+    group: str  # label of the group, e.g. "dp" or "dp+cp"
+    members: tuple[int, ...]  # global ranks, in group order
+    seq: int  # counts the collectives of this group, from 0
+    bytes: int  # size of the whole message: the S of the usual formulas (all_to_all: what this rank sends, itself included)
+    sizes: tuple[int, ...]  # bytes per member, in group order, where they matter (uneven splits; all_to_all: to each member)
+    dtype: str
+    op: str  # "sum", "max", ...; "" where nothing is reduced
+    algorithm: str  # "ring", "tree", ...; "" leaves the choice to the cost model
+    root: int  # group rank of the root; -1 where there is none
+    stream: str  # the stream it occupies
+    after: str  # the stream it was issued from, whose earlier work it waits for (the same one when synchronous)
+    work: int  # this rank's number for it, which a Wait names; unique within the rank
+    name: str  # given by the program; "" if none
+
+
+class Transfer(NamedTuple):
+    """One rank's half of a point-to-point message; the k-th (seq) from src to dst in its group."""
+
+    kind: str  # "send" or "recv"
+    group: str
+    src: int  # global ranks
+    dst: int
+    seq: int
+    bytes: int
+    dtype: str
+    stream: str
+    after: str
+    work: int
+    name: str
+
+
+class Wait(NamedTuple):
+    """A stream waits until a collective or transfer of this rank is done. The host goes on."""
+
+    work: int
+    stream: str
+
+
+class EventRecord(NamedTuple):
+    """An event is recorded: it stands for all that the stream has been given so far."""
+
+    event: int
+    stream: str
+
+
+class EventWait(NamedTuple):
+    """A stream waits for an event recorded earlier by the same rank."""
+
+    event: int
+    stream: str
+
+
+class HostWait(NamedTuple):
+    """The host waits for a stream (reading a value with .item(), synchronize()); "" means every stream."""
+
+    stream: str
+    reason: str
+
+
+class Alloc(NamedTuple):
+    """A block of device memory begins to live. Block numbers are unique within the rank."""
+
+    block: int
+    bytes: int
+    category: str
+    stream: str
+
+
+class Free(NamedTuple):
+    block: int
+    bytes: int
+    category: str  # the category it had when it died
+
+
+class Recategorise(NamedTuple):
+    """A block turns out to be of another category: a tensor becomes a parameter, a temporary is kept for backward."""
+
+    block: int
+    bytes: int
+    old: str
+    new: str
+
+
+class Mark(NamedTuple):
+    """A point the program named, e.g. "step 3" (rank.mark)."""
+
+    name: str
+
+
+Event = Union[Kernel, Collective, Transfer, Wait, EventRecord, EventWait, HostWait, Alloc, Free, Recategorise, Mark]
+EVENTS: tuple[type, ...] = (
+    Kernel,
+    Collective,
+    Transfer,
+    Wait,
+    EventRecord,
+    EventWait,
+    HostWait,
+    Alloc,
+    Free,
+    Recategorise,
+    Mark,
+)
