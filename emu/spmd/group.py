@@ -1,0 +1,339 @@
+"""Groups of ranks and their collectives.
+
+These are the raw collectives: they have no autograd, so they refuse tensors that require grad and name the
+differentiable twin in `emu.spmd` that does what is meant. Everything that one rank can check alone is checked here,
+once, for virtual and real devices alike; what ranks must agree on is checked where they meet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from emu.spmd.calls import ALGORITHMS, REDUCTIONS, Call, Channel, Finished, Message, Work
+from emu.spmd.errors import CollectiveError
+
+TWINS = {
+    "all_reduce": "reduce_from(x, group) (or copy_to(x, group), whose backward reduces)",
+    "all_gather": "gather_from(x, group, dim) or gather_shards(x, group, dim)",
+    "reduce_scatter": "reduce_to_shards(x, group, dim)",
+    "all_to_all": "exchange_shards(x, group, send_sizes, recv_sizes, dim)",
+    "ring_shift": "shift(x, group, by)",
+    "scatter": "scatter_to(x, group, dim)",
+}
+
+
+class Group:
+    """Some ranks that talk to each other.
+
+    Attributes:
+        label: the axes it spans, e.g. "dp" or "dp+cp"; for listed members, their ranks.
+        members: global ranks in group order.
+        rank: this rank's index among them.
+        size: how many they are.
+    """
+
+    def __init__(self, label: str, members: Sequence[int], rank: int, channel: Channel) -> None:
+        self.label = label
+        self.members = tuple(members)
+        self.rank = rank
+        self.size = len(self.members)
+        self.key = (label, self.members)
+        self._channel = channel
+
+    def __repr__(self) -> str:
+        return f"Group({self.label}, members={list(self.members)}, rank={self.rank})"
+
+    # In place: the result is the tensor that was given.
+
+    def all_reduce(
+        self, x: Tensor, op: str = "sum", *, async_op: bool = False, algorithm: str | None = None, name: str | None = None
+    ) -> Any:
+        """Combines x over the group, in place, on every rank. Returns x, or Work whose wait() returns it."""
+        self._writable("all_reduce", x)
+        self._reduction("all_reduce", x, op)
+        return self._run(Call("all_reduce", x, x, op=op), async_op, algorithm, name)
+
+    def reduce(
+        self, x: Tensor, root: int = 0, op: str = "sum", *, async_op: bool = False, algorithm: str | None = None,
+        name: str | None = None,
+    ) -> Any:  # fmt: skip
+        """Combines x over the group into the root's x, in place. Off the root x keeps its value. Returns x."""
+        self._writable("reduce", x)
+        self._reduction("reduce", x, op)
+        return self._run(Call("reduce", x, x, op=op, root=self._peer("root", root)), async_op, algorithm, name)
+
+    def broadcast(
+        self, x: Tensor, root: int = 0, *, async_op: bool = False, algorithm: str | None = None, name: str | None = None
+    ) -> Any:
+        """Copies the root's x into everyone's x. Returns x."""
+        self._writable("broadcast", x)
+        return self._run(Call("broadcast", x, x, root=self._peer("root", root)), async_op, algorithm, name)
+
+    # Out of place: the result is a new tensor.
+
+    def all_gather(
+        self, x: Tensor, dim: int = 0, sizes: Sequence[int] | None = None, *, async_op: bool = False,
+        algorithm: str | None = None, name: str | None = None,
+    ) -> Any:  # fmt: skip
+        """Everyone's x, concatenated along dim in group order.
+
+        Args:
+            sizes: length of every rank's x along dim, where they are not all equal.
+        """
+        dim = self._readable("all_gather", x, dim)
+        cut = self._sizes("all_gather", sizes, x, dim, own=True)
+        out = self._channel.empty(x, self._joined(x, dim, cut))
+        return self._run(Call("all_gather", x, out, dim, cut), async_op, algorithm, name)
+
+    def gather(
+        self, x: Tensor, root: int = 0, dim: int = 0, sizes: Sequence[int] | None = None, *, async_op: bool = False,
+        algorithm: str | None = None, name: str | None = None,
+    ) -> Any:  # fmt: skip
+        """Everyone's x, concatenated along dim in group order, on the root; None elsewhere."""
+        dim = self._readable("gather", x, dim)
+        cut = self._sizes("gather", sizes, x, dim, own=True)
+        root = self._peer("root", root)
+        out = self._channel.empty(x, self._joined(x, dim, cut)) if root == self.rank else None
+        return self._run(Call("gather", x, out, dim, cut, root=root), async_op, algorithm, name)
+
+    def reduce_scatter(
+        self, x: Tensor, dim: int = 0, sizes: Sequence[int] | None = None, op: str = "sum", *, async_op: bool = False,
+        algorithm: str | None = None, name: str | None = None,
+    ) -> Any:  # fmt: skip
+        """This rank's piece, along dim, of the combination of everyone's x.
+
+        Args:
+            sizes: lengths of the pieces along dim, in group order, where they are not all equal.
+        """
+        dim = self._readable("reduce_scatter", x, dim)
+        self._reduction("reduce_scatter", x, op)
+        cut = self._sizes("reduce_scatter", sizes, x, dim)
+        out = self._channel.empty(x, self._piece(x, dim, cut))
+        return self._run(Call("reduce_scatter", x, out, dim, cut, op=op), async_op, algorithm, name)
+
+    def scatter(
+        self, x: Tensor, root: int = 0, dim: int = 0, sizes: Sequence[int] | None = None, *, async_op: bool = False,
+        algorithm: str | None = None, name: str | None = None,
+    ) -> Any:  # fmt: skip
+        """This rank's piece, along dim, of the root's x. Elsewhere x states shape and dtype; its values are not read."""
+        dim = self._readable("scatter", x, dim)
+        cut = self._sizes("scatter", sizes, x, dim)
+        root = self._peer("root", root)
+        out = self._channel.empty(x, self._piece(x, dim, cut))
+        return self._run(Call("scatter", x, out, dim, cut, root=root), async_op, algorithm, name)
+
+    def all_to_all(
+        self, x: Tensor, send_sizes: Sequence[int] | None = None, recv_sizes: Sequence[int] | None = None, dim: int = 0,
+        *, async_op: bool = False, algorithm: str | None = None, name: str | None = None,
+    ) -> Any:  # fmt: skip
+        """Sends the i-th piece of x along dim to rank i. Returns what the others sent, in group order.
+
+        Args:
+            send_sizes, recv_sizes: lengths along dim to and from every rank, in group order; both or neither.
+        """
+        dim = self._readable("all_to_all", x, dim)
+        if (send_sizes is None) != (recv_sizes is None):
+            given, missing = ("send_sizes", "recv_sizes") if recv_sizes is None else ("recv_sizes", "send_sizes")
+            raise CollectiveError(
+                f"{self._at('all_to_all')}: {given} without {missing}",
+                "state both: what a rank receives is what the others send it (exchange the sizes first)",
+            )
+        send = self._sizes("all_to_all", send_sizes, x, dim)
+        recv = self._sizes("all_to_all", recv_sizes, None, dim) if recv_sizes is not None else None
+        length = sum(recv) if recv is not None else x.shape[dim]
+        out = self._channel.empty(x, (*x.shape[:dim], length, *x.shape[dim + 1 :]))
+        return self._run(Call("all_to_all", x, out, dim, send, recv), async_op, algorithm, name)
+
+    def ring_shift(
+        self, tensors: Tensor | Sequence[Tensor], by: int = 1, *, dim: int = 0, sizes: Sequence[int] | None = None,
+        async_op: bool = False, algorithm: str | None = None, name: str | None = None,
+    ) -> Any:  # fmt: skip
+        """Sends tensors to the rank `by` places on, around the ring. Returns those of the rank `by` places back.
+
+        Args:
+            tensors: one tensor or several; the result has the same form.
+            sizes: length of every rank's tensors along dim, in group order, where they are not all equal.
+        """
+        many = not isinstance(tensors, Tensor)
+        calls = []
+        for x in tensors if many else (tensors,):
+            at = self._readable("ring_shift", x, dim)
+            cut = self._sizes("ring_shift", sizes, x, at, own=True)
+            length = x.shape[at] if cut is None else cut[(self.rank - by) % self.size]
+            out = self._channel.empty(x, (*x.shape[:at], length, *x.shape[at + 1 :]) if x.dim() else ())
+            calls.append(Call("ring_shift", x, out, at, cut, by=by % self.size))
+        works = [self._run(call, True, algorithm, name) for call in calls] if async_op else None
+        if works is not None:
+            return _All(works) if many else works[0]
+        done = [self._run(call, False, algorithm, name) for call in calls]
+        return done if many else done[0]
+
+    def barrier(self, *, async_op: bool = False, name: str | None = None) -> Any:
+        """Waits until every member has come here."""
+        return self._run(Call("barrier", None, None), async_op, None, name)
+
+    # Point to point: a rendezvous of two; a synchronous send waits for its receiver.
+
+    def send(self, x: Tensor, dst: int, *, async_op: bool = False, name: str | None = None) -> Any:
+        """Sends x to group rank dst, and waits until it is received. Returns x."""
+        return self.exchange([("send", x, dst)], async_op=async_op, name=name, _single=True)
+
+    def recv(self, out: Tensor, src: int, *, async_op: bool = False, name: str | None = None) -> Any:
+        """Receives into out from group rank src. Returns out."""
+        return self.exchange([("recv", out, src)], async_op=async_op, name=name, _single=True)
+
+    def exchange(
+        self, messages: Sequence[tuple[str, Tensor, int]], *, async_op: bool = False, name: str | None = None,
+        _single: bool = False,
+    ) -> Any:  # fmt: skip
+        """Posts several messages at once, so that none waits for another.
+
+        Args:
+            messages: ("send", tensor, to) and ("recv", out, from), with group ranks. Returns their tensors in order.
+        """
+        posted = []
+        for message in messages:
+            try:
+                kind, tensor, peer = message
+            except (TypeError, ValueError):
+                kind = tensor = peer = None
+            if kind not in ("send", "recv"):
+                raise CollectiveError(
+                    f"{self._at('exchange')}: {message!r:.80} is not a message",
+                    'write each as ("send", tensor, to) or ("recv", out, from)',
+                )
+            self._readable(kind, tensor, None) if kind == "send" else self._writable(kind, tensor)
+            peer = self._peer("dst" if kind == "send" else "src", peer)
+            if peer == self.rank:
+                raise CollectiveError(f"{self._at(kind)}: rank {peer} cannot talk to itself", "name another group rank")
+            posted.append(Message(kind, tensor, peer, name or ""))
+        result = [m.tensor for m in posted]
+        if async_op:
+            work = self._channel.messages(self, posted)
+        else:
+            with self._channel.synchronous():
+                work = Finished(self._channel.messages(self, posted).wait())
+        if _single:
+            return _First(work, result[0]) if async_op else result[0]
+        return work if async_op else result
+
+    # What one rank can check alone.
+
+    def _run(self, call: Call, async_op: bool, algorithm: str | None, name: str | None) -> Any:
+        if algorithm is not None and algorithm not in ALGORITHMS:
+            raise CollectiveError(
+                f"{self._at(call.kind)}: there is no algorithm {algorithm!r}", f"use one of {', '.join(ALGORITHMS)}, or None"
+            )
+        call.algorithm, call.name = algorithm or "", name or ""
+        if async_op:
+            return self._channel.collective(self, call)
+        with self._channel.synchronous():
+            return self._channel.collective(self, call).wait()
+
+    def _at(self, kind: str) -> str:
+        return f"{self.label}.{kind} on rank {self.members[self.rank]}"
+
+    def _readable(self, kind: str, x: Any, dim: int | None) -> int:
+        if not isinstance(x, Tensor):
+            raise CollectiveError(f"{self._at(kind)}: expected a tensor, got {type(x).__name__}", "wrap it: torch.tensor(...)")
+        if x.requires_grad:
+            twin = TWINS.get(kind, "shift(x, group, by)" if kind in ("send", "recv") else "a differentiable twin")
+            raise CollectiveError(
+                f"{self._at(kind)}: the tensor of shape {tuple(x.shape)} requires grad, and a raw collective has no backward",
+                f"for a gradient use emu.spmd.{twin}; for the value alone pass x.detach()",
+            )
+        if x.layout is not torch.strided:
+            raise CollectiveError(f"{self._at(kind)}: the tensor is {x.layout}", "make it dense first: x.to_dense()")
+        if dim is None or kind == "ring_shift" and not x.dim():
+            return 0
+        if not -x.dim() <= dim < x.dim():
+            raise CollectiveError(
+                f"{self._at(kind)}: dim {dim} is not a dim of a tensor of shape {tuple(x.shape)}",
+                "give it at least one dim (x.reshape(1)), and name one that exists",
+            )
+        return dim % x.dim()
+
+    def _writable(self, kind: str, x: Any) -> None:
+        self._readable(kind, x, None)
+        if any(stride == 0 and length > 1 for stride, length in zip(x.stride(), x.shape)):
+            raise CollectiveError(
+                f"{self._at(kind)}: works in place, but elements of the expanded tensor share memory", "pass x.contiguous()"
+            )
+
+    def _reduction(self, kind: str, x: Tensor, op: str) -> None:
+        if op not in REDUCTIONS:
+            raise CollectiveError(f"{self._at(kind)}: there is no op {op!r}", f"use one of {', '.join(REDUCTIONS)}")
+        if op == "avg" and not (x.is_floating_point() or x.is_complex()):
+            raise CollectiveError(f"{self._at(kind)}: an average of {x.dtype} is not whole", 'use op="sum" and divide')
+        if x.dtype == torch.bool or x.is_complex() and op in ("max", "min"):
+            raise CollectiveError(f"{self._at(kind)}: {op} of {x.dtype} is not defined", "convert it first, e.g. x.int()")
+
+    def _peer(self, role: str, peer: Any) -> int:
+        if isinstance(peer, bool) or not isinstance(peer, int) or not 0 <= peer < self.size:
+            raise CollectiveError(
+                f"group {self.label!r} has {self.size} ranks; {role}={peer!r} is none of them",
+                f"{role} is a group rank, 0 to {self.size - 1} (global ranks of this group: {list(self.members)})",
+            )
+        return peer
+
+    def _sizes(
+        self, kind: str, sizes: Sequence[int] | None, x: Tensor | None, dim: int, own: bool = False
+    ) -> tuple[int, ...] | None:
+        if sizes is None:
+            if not own and x is not None and x.shape[dim] % self.size:
+                raise CollectiveError(
+                    f"{self._at(kind)}: dim {dim} has length {x.shape[dim]}, which {self.size} ranks do not divide",
+                    "state the pieces with sizes=[...] (all_to_all: send_sizes and recv_sizes)",
+                )
+            return None
+        cut = tuple(int(n) for n in sizes)
+        if len(cut) != self.size or min(cut, default=0) < 0:
+            raise CollectiveError(
+                f"{self._at(kind)}: sizes {list(cut)} are not {self.size} lengths of at least 0", "give one for every rank"
+            )
+        if x is not None:
+            expected = cut[self.rank] if own else sum(cut)
+            if x.shape[dim] != expected:
+                what = f"this rank's size {expected}" if own else f"the sum {expected}"
+                raise CollectiveError(
+                    f"{self._at(kind)}: dim {dim} has length {x.shape[dim]}, but sizes {list(cut)} say {what}",
+                    "make the tensor and the sizes agree",
+                )
+        return cut
+
+    def _joined(self, x: Tensor, dim: int, cut: tuple[int, ...] | None) -> tuple[int, ...]:
+        return (*x.shape[:dim], sum(cut) if cut is not None else x.shape[dim] * self.size, *x.shape[dim + 1 :])
+
+    def _piece(self, x: Tensor, dim: int, cut: tuple[int, ...] | None) -> tuple[int, ...]:
+        return (*x.shape[:dim], cut[self.rank] if cut is not None else x.shape[dim] // self.size, *x.shape[dim + 1 :])
+
+
+class _All(Work):
+    """Several works as one."""
+
+    def __init__(self, works: list[Work]) -> None:
+        self._works = works
+
+    def wait(self) -> list[Any]:
+        return [work.wait() for work in self._works]
+
+    def done(self) -> bool:
+        return all(work.done() for work in self._works)
+
+
+class _First(Work):
+    """A single message's work, whose result is its tensor."""
+
+    def __init__(self, work: Work, tensor: Tensor) -> None:
+        self._work, self._tensor = work, tensor
+
+    def wait(self) -> Tensor:
+        self._work.wait()
+        return self._tensor
+
+    def done(self) -> bool:
+        return self._work.done()

@@ -1,0 +1,194 @@
+"""What a program sees of its rank: where it is, whom it can talk to, and the device it runs on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from emu.spmd.calls import Channel
+from emu.spmd.errors import MeshError
+from emu.spmd.group import Group
+from emu.spmd.mesh import Mesh
+
+
+class Event(Protocol):
+    """A point on a stream that other streams and the host can wait for, as a CUDA event."""
+
+    def record(self, stream: Stream | None = None) -> Event:
+        """Stands from now on for all that the stream (default: the current one) has been given so far."""
+        ...
+
+    def wait(self, stream: Stream | None = None) -> None:
+        """Makes the stream (default: the current one) wait for it. The host goes on."""
+        ...
+
+    def synchronize(self) -> None:
+        """Makes the host wait for it."""
+        ...
+
+
+class Stream(Protocol):
+    """A queue of kernels. Streams are ordered only by events and waits. `with stream:` makes it the current one."""
+
+    name: str
+
+    def __enter__(self) -> Stream: ...
+
+    def __exit__(self, *exc: object) -> None: ...
+
+    def record_event(self) -> Event: ...
+
+    def wait_event(self, event: Event) -> None: ...
+
+    def wait_stream(self, other: Stream) -> None:
+        """Makes this stream wait for all that the other has been given so far."""
+        ...
+
+    def synchronize(self) -> None: ...
+
+
+class Device(Protocol):
+    """What a rank needs of the device beneath it, virtual or real."""
+
+    torch_device: torch.device
+    channel: Channel
+
+    def stream(self, name: str) -> Stream: ...
+
+    def event(self) -> Event: ...
+
+    def kernel(self, name: str, flops: int | None, bytes: int | None) -> AbstractContextManager[None]: ...
+
+    def watch(self, module: nn.Module, name: str) -> None: ...
+
+    def mark(self, name: str) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+class Rank:
+    """One rank of a run. Usable as its number: `if rank == 0`, `pieces[rank]`.
+
+    Attributes:
+        id: its global number.
+        mesh: the mesh it belongs to.
+        coords: its index along every axis.
+        device: the torch device its tensors live on (virtual ranks compute on the CPU; a shape run on "meta").
+    """
+
+    def __init__(self, id: int, mesh: Mesh, device: Device) -> None:
+        self.id = id
+        self.mesh = mesh
+        self.coords: Mapping[str, int] = mesh.coords(id)
+        self.device = device.torch_device
+        self._device = device
+        self._groups: dict[Any, Group] = {}
+
+    @property
+    def world_size(self) -> int:
+        return self.mesh.size
+
+    def group(self, *axes: str, members: Sequence[int] | None = None) -> Group:
+        """The group this rank forms along the given axes, or of listed global ranks; without either, all ranks.
+
+        Args:
+            axes: mesh axes; several span a plane, in mesh order.
+            members: global ranks, in group order; this rank must be among them.
+
+        Raises:
+            MeshError: an unknown axis; members that are not distinct ranks of the mesh, or leave this rank out.
+        """
+        key: Any = axes if members is None else tuple(members)
+        kind = (members is None, key)
+        if kind not in self._groups:
+            if members is None:
+                ranks = self.mesh.members(self.id, *axes) if axes else tuple(range(self.mesh.size))
+                label = "+".join(axes) or "world"
+            else:
+                ranks, label = self._listed(axes, key), str(list(key)).replace(" ", "")
+            self._groups[kind] = Group(label, ranks, ranks.index(self.id), self._device.channel)
+        return self._groups[kind]
+
+    def _listed(self, axes: tuple[str, ...], members: tuple[int, ...]) -> tuple[int, ...]:
+        if axes:
+            raise MeshError("a group is given by axes or by members, not by both", "leave one of them out")
+        wrong = [m for m in members if isinstance(m, bool) or not isinstance(m, int) or not 0 <= m < self.mesh.size]
+        if wrong or len(set(members)) != len(members):
+            raise MeshError(
+                f"members {list(members)} are not distinct ranks of a mesh of {self.mesh.size}",
+                f"list global ranks, 0 to {self.mesh.size - 1}, each once",
+            )
+        if self.id not in members:
+            raise MeshError(
+                f"rank {self.id} asks for the group {list(members)}, of which it is no member",
+                "let only its members ask for a group",
+            )
+        return members
+
+    def stream(self, name: str) -> Stream:
+        """The stream of that name, made on first use; `with rank.stream("comm"):` launches on it."""
+        return self._device.stream(name)
+
+    def event(self) -> Event:
+        """A new event, which orders streams as CUDA's do."""
+        return self._device.event()
+
+    def kernel(self, name: str, flops: int | None = None, bytes: int | None = None) -> AbstractContextManager[None]:
+        """Makes the ops inside one kernel: one launch, and no device memory for its inner temporaries.
+
+        Args:
+            name: what to call it.
+            flops, bytes: work and memory traffic; None adds up the ops' flops, and counts what goes in and comes out.
+        """
+        return self._device.kernel(name, flops, bytes)
+
+    def watch(self, module: nn.Module, name: str = "") -> None:
+        """Gives the module's tensors and submodules their names in every view and message."""
+        self._device.watch(module, name)
+
+    def mark(self, name: str) -> None:
+        """Names this point of the program, e.g. "step 3", in the trace and its pictures."""
+        self._device.mark(name)
+
+    def synchronize(self) -> None:
+        """Makes the host wait for every stream."""
+        self._device.synchronize()
+
+    def __index__(self) -> int:
+        return self.id
+
+    __int__ = __index__
+
+    def __eq__(self, other: object) -> bool:
+        return self.id == (other.id if isinstance(other, Rank) else other)
+
+    def __hash__(self) -> int:
+        return hash(self.id)
+
+    def __repr__(self) -> str:
+        at = " ".join(f"{axis}={i}" for axis, i in self.coords.items())
+        return f"Rank({self.id} of {self.mesh.size}{': ' + at if at else ''})"
+
+
+class Grads(dict[str, Tensor]):
+    """Named tensors, with the layout of those that are not replicated."""
+
+    def __init__(self, values: Mapping[str, Tensor], layouts: Mapping[str, Any]) -> None:
+        super().__init__(values)
+        self.layouts = dict(layouts)
+
+
+def grads(model: nn.Module, layouts: Mapping[str, Any] | None = None) -> Grads:
+    """The gradients of a model by parameter name, each with its Layout (replicated where none is known).
+
+    A parameter without a gradient is left out; a shared one appears once.
+
+    Args:
+        layouts: parameter name -> Layout.
+    """
+    values = {name: p.grad.detach() for name, p in model.named_parameters() if p.grad is not None}
+    return Grads(values, layouts or {})
