@@ -1,0 +1,146 @@
+"""A decoder-only transformer in plain torch: GPT or Llama, as its config says. It knows nothing of other devices."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from emu.models.attention import Attention
+from emu.models.config import Config
+from emu.models.layers import Embedding, Linear, draw_, norm
+from emu.models.mlp import mlp
+from emu.models.rotary import Rotation, rotation
+
+IGNORED = -100  # a label that asks for nothing: torch's convention
+
+
+class Block(nn.Module):
+    """One layer: x + attention(norm1(x)), then x + mlp(norm2(x))."""
+
+    def __init__(self, config: Config):
+        super().__init__()
+        self.norm1 = norm(config)
+        self.attention = Attention(config)
+        self.norm2 = norm(config)
+        self.mlp = mlp(config)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor, rotation: Rotation | None = None) -> Tensor:
+        """x: [batch, seq, width] -> [batch, seq, width]; rotation: the model's rotary tables, or None."""
+        x = x + self.dropout(self.attention(self.norm1(x), rotation))
+        return x + self.dropout(self.mlp(self.norm2(x)))
+
+
+class Decoder(nn.Module):
+    """A decoder-only transformer.
+
+    Names: embedding, positions (learned ones only), blocks.{i}.norm1, blocks.{i}.attention.{q,k,v,o},
+    blocks.{i}.norm2, blocks.{i}.mlp.{gate,up,down} (gate in SwiGLU only), norm, head.
+
+    Args:
+        config: its shape.
+        seed: of the weights. They come from a generator of their own, on the CPU and in float32, so the same seed
+            gives the same model on every rank, device and dtype (torch.get_default_dtype(), up to rounding) and
+            leaves torch's global generator alone. Standard deviation 0.02, and 0.02 / sqrt(2 layers) where a branch
+            joins the residual, as in GPT-2.
+    """
+
+    def __init__(self, config: Config, seed: int = 0):
+        super().__init__()
+        self.config = config
+        self.embedding = Embedding(config.vocab, config.width)
+        if config.positions == "learned":
+            self.positions = Embedding(config.seq, config.width)
+        self.dropout = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = norm(config)
+        self.head = Linear(config.width, config.vocab, bias=False)
+        if config.tied:
+            self.head.weight = self.embedding.weight
+        self._draw(seed)
+
+    def _draw(self, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        std, std_residual = 0.02, 0.02 / math.sqrt(2 * self.config.layers)
+        drawn = set()
+        for name, module in self.named_modules():
+            if not isinstance(module, (Linear, Embedding)) or module.weight in drawn:
+                continue
+            drawn.add(module.weight)
+            draw_(module.weight, std_residual if name.endswith((".o", ".down")) else std, generator)
+            if isinstance(module, Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Logits for the token after each one.
+
+        Args:
+            tokens: [batch, seq], int32 or int64; batch may be 0.
+            positions: where the tokens stand, [seq] or [batch, seq] (None: 0, 1, ...). Attention is causal in the
+                order of the tokens whatever their positions.
+
+        Returns:
+            [batch, seq, vocab].
+
+        Raises:
+            ValueError: tokens of a wrong shape or dtype, or longer than config.seq.
+        """
+        self._check_tokens(tokens)
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.embedding(tokens)  # [batch, seq, width]
+        tables = None
+        if self.config.positions == "learned":
+            x = x + self.positions(positions)
+        else:
+            tables = rotation(positions, self.config.head_dim, self.config.rope_base, x.dtype)
+        x = self.dropout(x)
+        for block in self.blocks:
+            x = block(x, tables)
+        return self.head(self.norm(x))
+
+    def loss_sum(self, tokens: Tensor, labels: Tensor, positions: Tensor | None = None) -> Tensor:
+        """The sum of the cross-entropies of all labels that are not -100, in nats.
+
+        It is a sum so that parts of a batch add up: divide once, by the number of labels of the whole batch. Without
+        any labels it is 0 and every gradient is 0.
+
+        Args:
+            tokens: [batch, seq], as for forward.
+            labels: [batch, seq] int64, the token that follows each one, or -100 where it should not count.
+            positions: as for forward.
+
+        Returns:
+            A scalar, in float32 at least.
+
+        Raises:
+            ValueError: as forward, or labels of another shape or dtype than int64.
+        """
+        if labels.shape != tokens.shape or labels.dtype != torch.int64:
+            raise ValueError(
+                f"labels are {tuple(labels.shape)} {labels.dtype}, tokens {tuple(tokens.shape)}: give one int64 label "
+                f"per token, the token that follows it, or {IGNORED} where there is none."
+            )
+        logits = self(tokens, positions)
+        if logits.dtype in (torch.bfloat16, torch.float16):
+            logits = logits.float()  # a long sum in 8 or 11 bits would lose most of its terms
+        return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum", ignore_index=IGNORED)
+
+    def _check_tokens(self, tokens: Tensor) -> None:
+        if tokens.dim() != 2:
+            raise ValueError(
+                f"tokens have shape {tuple(tokens.shape)}: a decoder reads [batch, seq]. One sequence is tokens[None]."
+            )
+        if tokens.dtype not in (torch.int64, torch.int32):
+            raise ValueError(f"tokens are {tokens.dtype}: an embedding looks up integers. Use tokens.long().")
+        if tokens.shape[1] > self.config.seq:
+            raise ValueError(
+                f"a sequence of {tokens.shape[1]} tokens is longer than this model's {self.config.seq}: cut it, or "
+                f"build the model with seq={tokens.shape[1]}."
+            )
+
+
+GPT = Decoder
