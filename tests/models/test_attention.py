@@ -1,0 +1,127 @@
+"""The one kernel against softmax attention written out, and rotary positions against complex numbers."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from emu.models.attention import attention
+from emu.models.rotary import rotate, rotation
+
+
+def plain(q, k, v):
+    """Causal attention with nothing fused: [batch, heads, seq, head_dim]."""
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
+    past = torch.ones(q.shape[-2], q.shape[-2], dtype=torch.bool).tril()
+    return scores.masked_fill(~past, -math.inf).softmax(-1) @ v
+
+
+def with_gradients(function, q, k, v, cotangent):
+    inputs = [t.detach().requires_grad_() for t in (q, k, v)]
+    out = function(*inputs)
+    return [out.detach(), *torch.autograd.grad(out, inputs, cotangent.to(out.dtype))]
+
+
+def error(mine, right) -> float:
+    """The largest difference relative to the largest value, over output and gradients; 0 where all is empty."""
+    worst = 0.0
+    for a, b in zip(mine, right, strict=True):
+        assert a.shape == b.shape
+        if b.numel():
+            worst = max(worst, float((a.double() - b.double()).abs().max() / b.double().abs().max().clamp_min(1e-3)))
+    return worst
+
+
+def inputs(batch, kv_heads, group, seq, head_dim, dtype, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(batch, seq, n, head_dim) for n in (kv_heads * group, kv_heads, kv_heads, kv_heads * group)]
+    return [torch.randn(s, generator=generator, dtype=torch.float64).to(dtype).transpose(1, 2) for s in shapes]
+
+
+sizes = {
+    "batch": st.integers(0, 2),
+    "kv_heads": st.integers(1, 3),
+    "group": st.integers(1, 3),
+    "seq": st.integers(0, 40),
+    "head_dim": st.integers(1, 9),
+}
+
+
+@given(**sizes, seed=st.integers(0, 1000))
+@settings(deadline=None, max_examples=100)
+def test_in_float64_the_kernel_is_softmax_attention(batch, kv_heads, group, seq, head_dim, seed):
+    tensors = inputs(batch, kv_heads, group, seq, head_dim, torch.float64, seed)
+    # A sum of at most 40 terms in another order: some 1e-15 for values of order one.
+    assert error(with_gradients(attention, *tensors), with_gradients(plain, *tensors)) <= 1e-12
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 0.03)])
+@pytest.mark.parametrize("group", [1, 3])
+def test_in_other_dtypes_it_is_softmax_attention_to_their_rounding(dtype, tolerance, group):
+    tensors = inputs(2, 2, group, 33, 5, dtype)
+    right = with_gradients(plain, *(t.double() for t in tensors))
+    # 1e-5: 100 roundings of 2^-24; 0.03: 8 roundings of 2^-8.
+    assert error(with_gradients(attention, *tensors), right) <= tolerance
+
+
+def test_the_comparison_sees_heads_that_are_grouped_the_other_way_round():
+    q, k, v, cotangent = inputs(2, 2, 2, 8, 4, torch.float64)
+    interleaved = with_gradients(
+        lambda q, k, v: plain(q, k.repeat(1, 2, 1, 1), v.repeat(1, 2, 1, 1)), q, k, v, cotangent
+    )
+    assert error(with_gradients(attention, q, k, v, cotangent), interleaved) > 1e-3
+
+
+@given(**sizes)
+@settings(deadline=None, max_examples=30)
+def test_meta_tensors_have_the_same_shapes_and_gradients(batch, kv_heads, group, seq, head_dim):
+    tensors = inputs(batch, kv_heads, group, seq, head_dim, torch.float32)
+    real = with_gradients(attention, *tensors)
+    meta = with_gradients(attention, *(t.to("meta") for t in tensors))
+    assert [t.shape for t in real] == [t.shape for t in meta]
+
+
+@pytest.mark.parametrize("wrong", ["heads", "head_dim", "values", "seq"])
+def test_shapes_that_do_not_fit_are_named(wrong):
+    q, k, v, _ = inputs(2, 2, 2, 8, 4, torch.float32)
+    if wrong == "heads":
+        q = q[:, :3]
+    elif wrong == "head_dim":
+        q = q[..., :3]
+    elif wrong == "values":
+        v = v[:, :1]
+    else:
+        k, v = k[:, :, :5], v[:, :, :5]
+    with pytest.raises(ValueError, match="do not fit") as caught:
+        attention(q, k, v)
+    assert str(tuple(q.shape)) in str(caught.value)
+
+
+@given(batch=st.integers(0, 2), half=st.integers(1, 4), positions=st.lists(st.integers(0, 10_000), max_size=6))
+@settings(deadline=None, max_examples=50)
+def test_rotary_positions_multiply_by_a_complex_unit(batch, half, positions):
+    x = torch.randn(batch, len(positions), 3, 2 * half, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    where = torch.tensor(positions, dtype=torch.int64)
+    mine = rotate(x, rotation(where, 2 * half, 10_000.0, torch.float64))
+    angles = [[p * 10_000.0 ** (-2 * i / (2 * half)) for i in range(half)] for p in positions]
+    unit = torch.polar(
+        torch.ones(len(positions), half, dtype=torch.float64), torch.tensor(angles, dtype=torch.float64).view(-1, half)
+    )
+    turned = torch.complex(x[..., :half].contiguous(), x[..., half:].contiguous()) * unit[:, None]
+    # Angles reach 1e4, where float64 numbers lie 2e-12 apart.
+    assert torch.allclose(mine, torch.cat((turned.real, turned.imag), -1), rtol=0, atol=1e-10)
+
+
+def test_rotary_scores_depend_on_distance_alone():
+    q, k = torch.randn(2, 1, 1, 1, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+    def score(at, to):
+        tables = [rotation(torch.tensor([p]), 8, 100.0, torch.float64) for p in (at, to)]
+        return float((rotate(q, tables[0]) * rotate(k, tables[1])).sum())
+
+    assert score(7, 3) == pytest.approx(score(104, 100), abs=1e-12)
+    assert score(7, 3) != pytest.approx(score(7, 4), abs=1e-3)
