@@ -126,7 +126,7 @@ def test_branches_start_small_and_all_weights_differ():
     assert float(model.blocks[3].attention.q.weight.detach().std()) == pytest.approx(0.02, rel=0.1)  # 4,096 draws
     assert float(model.blocks[3].mlp.down.weight.detach().std()) == pytest.approx(0.02 / 4, rel=0.1)
     weights = [p for name, p in model.named_parameters() if p.dim() == 2]
-    assert len({float(w[0, 0]) for w in weights}) == len(weights)
+    assert len({w[0, 0].item() for w in weights}) == len(weights)
 
 
 def test_a_tied_head_is_the_embedding():
