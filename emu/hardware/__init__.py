@@ -1,0 +1,25 @@
+"""What exists: chips, links, nodes and clusters, with a source on every number."""
+
+from .chips import Chip
+from .clusters import Cluster, Fabric, Host, Node
+from .errors import HardwareError
+from .links import Link, Protocol
+from .presets import chip, chip_names, cluster, cluster_names, smallest_cluster
+from .similar import Workload
+
+__all__ = [
+    "Chip",
+    "Cluster",
+    "Fabric",
+    "HardwareError",
+    "Host",
+    "Link",
+    "Node",
+    "Protocol",
+    "Workload",
+    "chip",
+    "chip_names",
+    "cluster",
+    "cluster_names",
+    "smallest_cluster",
+]

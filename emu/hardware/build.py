@@ -1,0 +1,78 @@
+"""Plain tables, as TOML gives them, to chips, links, nodes and clusters. Presets and users' files both end here.
+
+A table may hold a table `sources`: a source for each of its numbers by name, and "default" for those it does not name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from .chips import Chip
+from .clusters import Fabric, Host, Node
+from .links import Link, Protocol
+
+
+def build_chip(table: Mapping[str, Any]) -> Chip:
+    """A chip from its table."""
+    values = _values(table)
+    for name in ("hbm_bytes", "l2_bytes"):
+        if values.get(name) is not None:
+            values[name] = int(values[name])
+    return Chip(**values, sources=_sources(table))
+
+
+def build_link(table: Mapping[str, Any], **more: Any) -> Link:
+    """A link from its table; `more` overrides it."""
+    values = {**_values(table), **more}
+    values["protocols"] = tuple(Protocol(**_values(p)) for p in table.get("protocols", ()))
+    sources = _sources(table)
+    values.setdefault("source", sources.get("bandwidth_bytes_per_s") or next(iter(sources.values()), ""))
+    return Link(**values, sources=sources)
+
+
+def build_host(table: Mapping[str, Any]) -> Host:
+    """A host from its table."""
+    sources = _sources(table)
+    return Host(**_values(table), source=sources.get("launch_s", ""), sources=sources)
+
+
+def build_node(table: Mapping[str, Any], scale_up: Link, devices: int) -> Node:
+    """A node from its table."""
+    return Node(devices, scale_up, table.get("topology", ""), sources=_sources(table))
+
+
+def build_fabric(table: Mapping[str, Any]) -> Fabric:
+    """The levels above a node from their table."""
+    return Fabric(**_values(table), sources=_sources(table))
+
+
+def numbers(table: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
+    """Every number of a table by dotted name, e.g. "peak_flops.bfloat16"; of a list of tables, by the tables' names."""
+    found: dict[str, float] = {}
+    for key, value in table.items():
+        if key == "sources":
+            continue
+        if isinstance(value, Mapping):
+            found |= numbers(value, f"{prefix}{key}.")
+        elif isinstance(value, (list, tuple)):
+            for item in value:
+                found |= numbers(item, f"{prefix}{key}.{item['name']}.")
+        elif isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
+            found[f"{prefix}{key}"] = value
+    return found
+
+
+def _values(table: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in table.items() if key not in ("sources", "protocols")}
+
+
+def _sources(table: Mapping[str, Any]) -> dict[str, str]:
+    given = table.get("sources", {})
+    found = {}
+    for name in numbers(table):
+        source = given.get(name) or given.get(name.split(".")[0]) or given.get("default")
+        if source:
+            found[name] = source
+    return found

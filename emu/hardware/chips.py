@@ -1,0 +1,121 @@
+"""One accelerator: its rates, its memory, and where each number comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from .errors import HardwareError
+
+# What runs a dtype that a chip has no rate of its own for: converted on the way in, at the rate of what it becomes.
+_RUNS_AS = {"float8": "bfloat16", "bfloat16": "float32", "float16": "bfloat16", "tf32": "float32"}
+
+# Share of peak of a large matrix product on a chip that nobody measured: the median of the nine measured bf16 chips
+# (51 to 97 %) in stas00/ml-engineering, compute/accelerator/README.md (MAMF).
+UNMEASURED_MATMUL_FRACTION = 0.74
+
+
+@dataclass(frozen=True)
+class Chip:
+    """One accelerator. Rates come in three kinds: peak (data sheet), achievable (best measured), calibrated (fitted here).
+
+    Args:
+        name: as its maker calls it.
+        peak_flops: dense FLOP/s by dtype name: "float64", "float32" (ordinary cores), "tf32", "float16", "bfloat16", "float8".
+        hbm_bytes: device memory.
+        hbm_bytes_per_s: its peak bandwidth, reads plus writes.
+        hbm_fraction: achievable share of that bandwidth, 0-1.
+        kernel_s: the shortest a kernel lasts, however little it does.
+        achievable_flops: best measured matrix product by dtype (MAMF); a dtype may be missing.
+        calibrated_flops: rates fitted to a machine at hand by dtype; empty until calibrated.
+        calibrated_hbm_bytes_per_s: likewise; None until calibrated.
+        l2_bytes, sm_count, tdp_w: last-level cache, cores, board power; None where no figure is known.
+        sources: dotted field name, e.g. "peak_flops.bfloat16", to where its number was read. A source that starts with
+            "unverified" names a number that no good source was found for.
+    """
+
+    name: str
+    peak_flops: Mapping[str, float] = field(hash=False)
+    hbm_bytes: int
+    hbm_bytes_per_s: float
+    hbm_fraction: float
+    kernel_s: float
+    achievable_flops: Mapping[str, float] = field(default_factory=dict, hash=False)
+    calibrated_flops: Mapping[str, float] = field(default_factory=dict, hash=False)
+    calibrated_hbm_bytes_per_s: float | None = None
+    l2_bytes: int | None = None
+    sm_count: int | None = None
+    tdp_w: float | None = None
+    sources: Mapping[str, str] = field(default_factory=dict, hash=False, repr=False)
+
+    def peak(self, dtype: str) -> float:
+        """Peak dense FLOP/s in a dtype, e.g. "bfloat16".
+
+        A dtype without a rate of its own runs as what it is converted to: float8 as bfloat16, bfloat16 as float32, float16 as
+        bfloat16, tf32 as float32; integers and bool run at the rate of float32. Raises HardwareError if that leads nowhere.
+        """
+        return self.peak_flops[self._runs_as(dtype)]
+
+    def flops_per_s(self, dtype: str) -> float:
+        """FLOP/s that a large matrix product in a dtype reaches: calibrated, else measured, else a share of peak.
+
+        The share is this chip's measured bfloat16 share where there is one, else UNMEASURED_MATMUL_FRACTION.
+        """
+        runs_as = self._runs_as(dtype)
+        for rates in (self.calibrated_flops, self.achievable_flops):
+            if runs_as in rates:
+                return rates[runs_as]
+        measured = self.achievable_flops.get("bfloat16")
+        fraction = measured / self.peak("bfloat16") if measured else UNMEASURED_MATMUL_FRACTION
+        return self.peak_flops[runs_as] * fraction
+
+    @property
+    def memory_bytes_per_s(self) -> float:
+        """HBM bytes/s that a large elementwise kernel reaches: calibrated, else the achievable share of peak."""
+        return self.calibrated_hbm_bytes_per_s or self.hbm_bytes_per_s * self.hbm_fraction
+
+    @property
+    def unverified(self) -> tuple[str, ...]:
+        """Names of the numbers that no good source was found for."""
+        return tuple(name for name, source in self.sources.items() if source.startswith("unverified"))
+
+    def similar(self, model: Any, to: Any) -> Chip:
+        """This chip made as small as `model` is against `to`, so that the toy meets the real model's ratios.
+
+        See emu.hardware.similar for the law. Use `cluster.similar` to scale links along.
+        """
+        from .similar import scale_between, scaled_chip
+
+        return scaled_chip(self, scale_between(model, to))
+
+    def _runs_as(self, dtype: str) -> str:
+        start = "float32" if dtype == "bool" or dtype.startswith(("int", "uint")) else dtype
+        runs_as = start
+        while runs_as not in self.peak_flops and runs_as in _RUNS_AS:
+            runs_as = _RUNS_AS[runs_as]
+        if runs_as not in self.peak_flops:
+            raise HardwareError(
+                f"{self.name} has no rate for {dtype}.",
+                f"It knows {', '.join(self.peak_flops)}: compute in one of these, take another chip, or give "
+                f"peak_flops.{runs_as} in a TOML file.",
+                field=f"peak_flops.{runs_as}",
+                value=dtype,
+            )
+        return runs_as
+
+    def __str__(self) -> str:
+        dtype = next((d for d in ("bfloat16", "float16", "float32") if d in self.peak_flops), next(iter(self.peak_flops)))
+        return (
+            f"{self.name}: {_short(self.peak_flops[dtype], 1000)}FLOP/s {dtype}, "
+            f"{_short(self.hbm_bytes, 1000)}B at {_short(self.hbm_bytes_per_s, 1000)}B/s"
+        )
+
+
+def _short(value: float, step: int) -> str:
+    """A number with three digits and its unit prefix: 3.35e12 becomes "3.35 T"."""
+    for prefix in ("", "k", "M", "G", "T", "P", "E"):
+        if abs(value) < step or prefix == "E":
+            return f"{value:.3g} {prefix}"
+        value /= step
+    raise AssertionError("unreachable")

@@ -1,0 +1,185 @@
+"""Devices in nodes, nodes in a fabric: what exists, and which link two devices meet on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from os import PathLike
+from typing import Any
+
+from .chips import Chip
+from .errors import HardwareError
+from .links import Link
+
+
+@dataclass(frozen=True)
+class Node:
+    """Devices that share the fast links. A domain of 72 GPUs or a whole TPU torus counts as one node.
+
+    Args:
+        devices_per_node: how many.
+        scale_up: the link of each device to the others of its node.
+        topology: in words, e.g. "NVSwitch".
+        sources: field name to where its number was read.
+    """
+
+    devices_per_node: int
+    scale_up: Link
+    topology: str = ""
+    sources: Mapping[str, str] = field(default_factory=dict, hash=False, repr=False)
+
+
+@dataclass(frozen=True)
+class Host:
+    """What the processor pays to set kernels going.
+
+    Args:
+        launch_s: host time to launch one kernel from eager PyTorch.
+        compiled_launch_s: the same from torch.compile's generated code.
+        graph_launch_s: host time to launch one captured CUDA graph, however many kernels it holds.
+        source, sources: where launch_s was read; the same for every number.
+    """
+
+    launch_s: float
+    compiled_launch_s: float
+    graph_launch_s: float
+    source: str = ""
+    sources: Mapping[str, str] = field(default_factory=dict, hash=False, repr=False)
+
+
+@dataclass(frozen=True)
+class Fabric:
+    """The levels above the node. Bandwidth is full up to a pod; above it, oversubscription devices share one device's worth.
+
+    Args:
+        rack_devices, pod_devices: devices under one rack switch, and under full bisection bandwidth.
+        oversubscription: 7 means that all devices of a pod sending out at once get a seventh each.
+        sources: field name to where its number was read.
+    """
+
+    rack_devices: int
+    pod_devices: int
+    oversubscription: float
+    sources: Mapping[str, str] = field(default_factory=dict, hash=False, repr=False)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Equal nodes of one chip. Devices are numbered node by node from 0.
+
+    Args:
+        name: e.g. "h100-8".
+        chip, node, nodes: what a device is, what a node is, how many nodes.
+        scale_out: the link of each device (its NIC) to other nodes.
+        host: what a launch costs.
+        fabric: levels above the node, None for a flat one.
+    """
+
+    name: str
+    chip: Chip
+    node: Node
+    nodes: int
+    scale_out: Link
+    host: Host
+    fabric: Fabric | None = None
+
+    @property
+    def n_devices(self) -> int:
+        """Devices in the whole cluster."""
+        return self.nodes * self.node.devices_per_node
+
+    def node_of(self, device: int) -> int:
+        """The node that holds a device."""
+        if not 0 <= device < self.n_devices:
+            raise HardwareError(
+                f"{self.name} has no device {device}: it has {self.n_devices}, numbered from 0.",
+                f"Take a cluster of more nodes (nodes={max(device, 0) // self.node.devices_per_node + 1}), or fewer devices.",
+                field="device",
+                value=device,
+            )
+        return device // self.node.devices_per_node
+
+    def crosses_nodes(self, members: Iterable[int]) -> bool:
+        """Whether these devices lie in more than one node."""
+        return len({self.node_of(m) for m in members}) > 1
+
+    def link(self, members: Iterable[int]) -> Link:
+        """The slowest link that a ring over these devices crosses: scale_up inside one node, else scale_out."""
+        return self.scale_out if self.crosses_nodes(members) else self.node.scale_up
+
+    def ring_bytes_per_s(self, members: Iterable[int]) -> float:
+        """Achievable bytes/s per direction of a ring over these devices.
+
+        Across nodes every member brings its own NIC and rings run side by side, one a NIC (NCCL's channels): so the node with
+        the fewest members sets the bandwidth, up to the scale-up link's own.
+        """
+        per_node: dict[int, int] = {}
+        for m in members:
+            per_node[self.node_of(m)] = per_node.get(self.node_of(m), 0) + 1
+        if len(per_node) <= 1:
+            return self.node.scale_up.bytes_per_s
+        nics = min(per_node.values())
+        out = nics * self.scale_out.bytes_per_s
+        return out if nics == 1 else min(out, self.node.scale_up.bytes_per_s)
+
+    @property
+    def sources(self) -> dict[str, str]:
+        """Dotted field name, e.g. "node.scale_up.latency_s", to where its number was read."""
+        parts: list[tuple[str, Any]] = [
+            ("chip", self.chip),
+            ("node", self.node),
+            ("node.scale_up", self.node.scale_up),
+            ("scale_out", self.scale_out),
+            ("host", self.host),
+        ]
+        if self.fabric is not None:
+            parts.append(("fabric", self.fabric))
+        return {f"{prefix}.{name}": source for prefix, part in parts for name, source in part.sources.items()}
+
+    def similar(self, model: Any, to: Any, communication: str = "gradients") -> Cluster:
+        """This cluster made as small as `model` is against `to`; see emu.hardware.similar for the law.
+
+        Args:
+            model, to: anything with n_params, width and tokens (per device per micro-batch), e.g. two Workloads.
+            communication: which traffic keeps its ratio to compute where not both can: "gradients" or "activations".
+        """
+        from .similar import scale_between, scaled_cluster
+
+        return scaled_cluster(self, scale_between(model, to, communication))
+
+    @classmethod
+    def from_toml(cls, path: str | PathLike[str]) -> Cluster:
+        """A cluster described in a file, of a preset chip or of its own; see emu.hardware.loading for its fields.
+
+        Raises HardwareError naming file, line, field and value for what is missing, unknown or impossible.
+        """
+        from .loading import load_cluster
+
+        return load_cluster(path)
+
+    def summary(self) -> dict[str, Any]:
+        """Totals: devices, FLOP/s by dtype, memory, bandwidth by level (bytes/s, all devices, one direction), power."""
+        n = self.n_devices
+        return {
+            "name": self.name,
+            "chip": self.chip.name,
+            "n_devices": n,
+            "nodes": self.nodes,
+            "devices_per_node": self.node.devices_per_node,
+            "peak_flops": {dtype: rate * n for dtype, rate in self.chip.peak_flops.items()},
+            "hbm_bytes": self.chip.hbm_bytes * n,
+            "bandwidth_bytes_per_s": {
+                "hbm": self.chip.hbm_bytes_per_s * n,
+                "scale_up": self.node.scale_up.bandwidth_bytes_per_s * n,
+                "scale_out": self.scale_out.bandwidth_bytes_per_s * n if self.nodes > 1 else 0.0,
+            },
+            "power_w": None if self.chip.tdp_w is None else self.chip.tdp_w * n,
+        }
+
+    def __str__(self) -> str:
+        plural = "s" if self.nodes != 1 else ""
+        out = f", then {self.scale_out}" if self.nodes > 1 else ""
+        return (
+            f"{self.name}: {self.n_devices} devices, {self.nodes} node{plural} of {self.node.devices_per_node}\n"
+            f"  {self.chip}\n  {self.node.scale_up}{out}"
+        )

@@ -1,0 +1,159 @@
+"""The hardware that comes with emu, by short name. Its numbers are in data/*.toml."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable
+from functools import lru_cache
+from importlib.resources import files
+from typing import Any
+
+from .build import build_chip, build_fabric, build_host, build_link, build_node
+from .chips import Chip
+from .clusters import Cluster
+from .errors import HardwareError
+
+_NAME_AND_COUNT = re.compile(r"(?P<name>.+)-(?P<count>\d+)")
+
+
+@lru_cache(maxsize=None)
+def preset_tables(file: str) -> dict[str, Any]:
+    """A packaged TOML file as plain tables: "chips", "links", "nodes" or "clusters"."""
+    return parse_toml(files(__package__).joinpath("data", f"{file}.toml").read_text(encoding="utf-8"))
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """TOML to plain tables, with the parser that this Python has."""
+    try:
+        import tomllib  # pyright: ignore[reportMissingImports]
+    except ModuleNotFoundError:  # Python 3.10
+        import tomli as tomllib  # pyright: ignore[reportMissingImports]
+    return tomllib.loads(text)
+
+
+def chip_names() -> tuple[str, ...]:
+    """Short names of all chips, e.g. "h100"."""
+    return tuple(preset_tables("chips"))
+
+
+def cluster_names() -> tuple[str, ...]:
+    """Names of all clusters described as a whole, e.g. "h100-16384"; any chip's name with "-N" is one too."""
+    return tuple(preset_tables("clusters"))
+
+
+@lru_cache(maxsize=None)
+def chip(name: str) -> Chip:
+    """A chip by its short name ("h100") or its maker's ("H100-SXM-80GB"). Raises HardwareError with near matches."""
+    return build_chip(preset_tables("chips")[_short_name(name)])
+
+
+def cluster(name: str, nodes: int | None = None) -> Cluster:
+    """A cluster by name.
+
+    Args:
+        name: a chip's short name, "h100"; or with a number of devices, "h100-8", that is fewer than a node's or fills whole
+            nodes; or a cluster described as a whole, "h100-16384", which is the one that trained Llama 3.
+        nodes: how many nodes, one if neither the name nor this says.
+
+    Raises HardwareError with near matches for an unknown name, or with the nearest possible numbers of devices.
+    """
+    if nodes is not None and (isinstance(nodes, bool) or not isinstance(nodes, int) or nodes < 1):
+        raise HardwareError(
+            f"nodes={nodes!r} is not a number of nodes.", "Give a whole number from 1.", field="nodes", value=nodes
+        )
+    return _cluster(name, nodes)
+
+
+@lru_cache(maxsize=None)
+def _cluster(name: str, nodes: int | None) -> Cluster:
+    described = preset_tables("clusters").get(name.lower())
+    if described is not None and nodes is None:
+        fabric = build_fabric(described["fabric"])
+        return assemble(name.lower(), described["chip"], described["nodes"], fabric=fabric)
+    try:
+        short, count = _short_name(name), None
+    except HardwareError:
+        match = _NAME_AND_COUNT.fullmatch(name)
+        if match is None or not _is_known(match["name"]):
+            raise
+        short, count = _short_name(match["name"]), int(match["count"])
+    per_node = preset_tables("nodes")[short]["devices_per_node"]
+    if count is None:
+        n = nodes or 1
+        return assemble(f"{short}-{n * per_node}", short, n)
+    if nodes is not None:
+        raise HardwareError(
+            f"{name} already says {count} devices, and nodes={nodes} says {nodes * per_node}.",
+            f'Say one of them: cluster("{short}", nodes={nodes}) or cluster("{name}").',
+            field="nodes",
+            value=nodes,
+        )
+    if count < 1 or (count > per_node and count % per_node):
+        below = max(1, count // per_node * per_node)
+        raise HardwareError(
+            f"{name}: {count} devices do not fill whole {short} nodes of {per_node}.",
+            f"Take {short}-{below} or {short}-{(count // per_node + 1) * per_node}.",
+            field="name",
+            value=name,
+        )
+    return assemble(f"{short}-{count}", short, max(1, count // per_node), devices=min(count, per_node))
+
+
+def smallest_cluster(n_devices: int, chip: str = "h100") -> Cluster:
+    """The fewest whole nodes of a chip that hold n_devices. Raises HardwareError unless n_devices is at least 1."""
+    if n_devices < 1:
+        raise HardwareError(
+            f"A cluster for {n_devices} devices does not exist.", "Ask for at least 1.", field="n_devices", value=n_devices
+        )
+    per_node = preset_tables("nodes")[_short_name(chip)]["devices_per_node"]
+    return cluster(chip, nodes=-(-n_devices // per_node))
+
+
+def assemble(name: str, short: str, nodes: int, devices: int | None = None, fabric: Any = None) -> Cluster:
+    """A cluster of preset nodes of the chip with this short name."""
+    table = preset_tables("nodes")[short]
+    links = preset_tables("links")
+    scale_up, scale_out = (build_link(_overlay(links[table[level]["link"]], table[level])) for level in ("scale_up", "scale_out"))
+    flat = {key: value for key, value in table.items() if key not in ("scale_up", "scale_out")}
+    return Cluster(
+        name=name,
+        chip=chip(short),
+        node=build_node(flat, scale_up, devices or table["devices_per_node"]),
+        nodes=nodes,
+        scale_out=scale_out,
+        host=build_host(preset_tables("nodes")["host"]),
+        fabric=fabric,
+    )
+
+
+def unknown(what: str, name: str, known: Iterable[str]) -> HardwareError:
+    """The error for a name that is not in `known`, with the nearest that are."""
+    known = list(known)
+    near = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.5)
+    hint = f"Did you mean {', '.join(near)}?" if near else f"Known: {', '.join(known)}."
+    return HardwareError(f'"{name}" is not a {what} that emu knows.', hint, field="name", value=name)
+
+
+def _overlay(link: dict[str, Any], use: dict[str, Any]) -> dict[str, Any]:
+    """A kind of link with the numbers that a node gives it."""
+    own = {key: value for key, value in use.items() if key != "link"}
+    return {**link, **own, "sources": {**link.get("sources", {}), **own.get("sources", {})}}
+
+
+@lru_cache(maxsize=None)
+def _long_names() -> dict[str, str]:
+    return {table["name"].lower(): short for short, table in preset_tables("chips").items()}
+
+
+def _is_known(name: str) -> bool:
+    return name.lower() in preset_tables("chips") or name.lower() in _long_names()
+
+
+def _short_name(name: str) -> str:
+    lower = name.lower()
+    if lower in preset_tables("chips"):
+        return lower
+    if lower in _long_names():
+        return _long_names()[lower]
+    raise unknown("chip or cluster", name, [*chip_names(), *cluster_names()])
