@@ -1,0 +1,166 @@
+"""What a run achieves on a cluster: utilisation, exposed communication, traffic, peak memory."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from math import ceil, prod
+from typing import TYPE_CHECKING, Any
+
+from emu.cost.collectives import sent_bytes
+from emu.cost.kernels import is_model_work
+from emu.trace.events import Alloc, Collective, Free, Kernel, Transfer
+
+if TYPE_CHECKING:
+    from emu.cost.timeline import Timeline
+
+FLOPS_CONVENTION = (
+    "as executed: matrix products and attention kernels, a multiply-add is two; causal attention counts the pairs it "
+    "attends; MFU leaves recomputation out, HFU counts it"
+)
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """Sizes in bytes, times in seconds, fractions in 0-1. Devices are the ranks that have a record.
+
+    Fields:
+        step_time_s: the makespan of the whole trace.
+        mfu: model flops utilisation: floating point operations of matrix products and attention outside recomputation,
+            over what all devices could do at peak in `dtype` during the step (PaLM, arXiv 2204.02311, appendix B).
+        hfu: the same with recomputation (hardware flops utilisation).
+        dtype: what most of that work was computed in; its peak is the yardstick.
+        tflops_per_device: the work that mfu counts, in 1e12 FLOP/s per device.
+        exposed_comm_s: time in which communication of a rank runs, or waits for other ranks, and none of its kernels
+            does; of the rank where it is longest.
+        exposed_comm_fraction: that over step_time_s.
+        comm_s: time in which communication of a rank runs or waits for others; of the rank where it is longest.
+        busy_fraction: share of the step in which a device runs a kernel; mean over ranks.
+        comm_bytes: by group label, bytes that the rank which sends most puts on links (rounded up to whole bytes).
+        peak_hbm_bytes: by rank, in the order of the trace: the most that was allocated at once (requested bytes).
+        flops_convention: how operations are counted.
+        tokens_per_s, tokens_per_s_per_device: None if the number of tokens was not given.
+    """
+
+    step_time_s: float
+    mfu: float
+    hfu: float
+    dtype: str
+    tflops_per_device: float
+    exposed_comm_s: float
+    exposed_comm_fraction: float
+    comm_s: float
+    busy_fraction: float
+    comm_bytes: dict[str, int]
+    peak_hbm_bytes: list[int]
+    flops_convention: str = FLOPS_CONVENTION
+    tokens_per_s: float | None = None
+    tokens_per_s_per_device: float | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """All fields by name, ready for JSON."""
+        return asdict(self)
+
+
+def measure(timeline: Timeline, tokens: int | None = None) -> Metrics:
+    """The metrics of a timeline.
+
+    Args:
+        timeline: a priced trace.
+        tokens: tokens that all ranks together trained on.
+    """
+    trace, step_s = timeline.trace, timeline.step_time_s
+    work: Counter[str] = Counter()  # by dtype, recomputation included
+    recomputed: Counter[str] = Counter()
+    comm_bytes: Counter[str] = Counter()
+    exposed_s = comm_s = busy_s = 0.0
+    for rank, events in trace.events.items():
+        kernels: list[tuple[float, float]] = []
+        communication: list[tuple[float, float]] = []
+        starts, ends = timeline._starts[rank], timeline._ends[rank]
+        for i, event in enumerate(events):
+            if type(event) is Kernel:
+                kernels.append((starts[i], ends[i]))
+                if event.flops and is_model_work(event):
+                    work[event.dtype] += event.flops
+                    if event.phase == "recompute":
+                        recomputed[event.dtype] += event.flops
+            elif type(event) is Collective or type(event) is Transfer:
+                communication.append((starts[i], ends[i]))
+        running, talking = _union(kernels), _union(communication)
+        busy_s += _length(running)
+        comm_s = max(comm_s, _length(talking))
+        exposed_s = max(exposed_s, _length(_union([*running, *talking])) - _length(running))
+        for label, sent in _sent(rank, events).items():
+            comm_bytes[label] = max(comm_bytes[label], sent)
+    ranks = max(len(trace.events), 1)
+    dtype = max(sorted(work), key=work.__getitem__, default="")
+    done, again = sum(work.values()), sum(recomputed.values())
+    could = step_s * ranks * timeline.cluster.chip.peak(dtype) if dtype else 0.0
+    devices = prod(trace.axes.values()) or ranks
+    return Metrics(
+        step_time_s=step_s,
+        mfu=(done - again) / could if could else 0.0,
+        hfu=done / could if could else 0.0,
+        dtype=dtype,
+        tflops_per_device=(done - again) / step_s / ranks / 1e12 if step_s else 0.0,
+        exposed_comm_s=exposed_s,
+        exposed_comm_fraction=exposed_s / step_s if step_s else 0.0,
+        comm_s=comm_s,
+        busy_fraction=busy_s / ranks / step_s if step_s else 0.0,
+        comm_bytes=dict(comm_bytes),
+        peak_hbm_bytes=[_peak_bytes(events) for events in trace.events.values()],
+        tokens_per_s=tokens / step_s if tokens is not None and step_s else None,
+        tokens_per_s_per_device=tokens / step_s / devices if tokens is not None and step_s else None,
+    )
+
+
+def _union(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Disjoint intervals that cover the same time, in order."""
+    out: list[tuple[float, float]] = []
+    first, last = 0.0, -1.0
+    for start, end in sorted(intervals):
+        if start > last:
+            if last >= first:
+                out.append((first, last))
+            first, last = start, end
+        elif end > last:
+            last = end
+    if last >= first:
+        out.append((first, last))
+    return out
+
+
+def _length(intervals: Iterable[tuple[float, float]]) -> float:
+    return sum(end - start for start, end in intervals)
+
+
+def _sent(rank: int, events: Iterable) -> dict[str, int]:
+    """Bytes that a rank puts on links, by group label, rounded up once at the end."""
+    counts: Counter[tuple] = Counter()  # equal calls are counted, then computed once
+    first: dict[tuple, Collective | Transfer] = {}
+    for event in events:
+        if type(event) is Collective:
+            key: tuple = (event.group, event.kind, event.bytes, event.sizes, event.root, id(event.members))
+        elif type(event) is Transfer:
+            key = (event.group, event.kind, event.bytes, event.src == event.dst)
+        else:
+            continue
+        counts[key] += 1
+        first.setdefault(key, event)
+    totals: dict[str, Any] = {}
+    for key, count in counts.items():
+        totals[key[0]] = totals.get(key[0], 0) + count * sent_bytes(first[key], rank)
+    return {label: ceil(total) for label, total in totals.items()}
+
+
+def _peak_bytes(events: Iterable) -> int:
+    now = peak = 0
+    for event in events:
+        if type(event) is Alloc:
+            now += event.bytes
+            peak = max(peak, now)
+        elif type(event) is Free:
+            now -= event.bytes
+    return peak

@@ -1,0 +1,196 @@
+"""Prices a trace on a cluster: a discrete-event simulation of hosts, streams and links.
+
+CUDA's and NCCL's rules: the host of each rank launches one thing after another and runs ahead of its streams; a
+stream does its work in order; streams are ordered among each other by events and waits alone; the kernel of a
+collective starts when its own stream reaches it and the work issued before it is done, then waits for the other
+members, then moves data.
+
+Not modelled so far: kernels of different streams of one device, and transfers of different groups over one link,
+each run at full speed, as if they did not share it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
+
+from emu.cost.errors import PricingError
+from emu.cost.kernels import kernel_s
+from emu.cost.streams import COLLECTIVE, KERNEL, TRANSFERS, WAIT, RankState, Streams, Token
+from emu.cost.stuck import check_all_done
+from emu.cost.timeline import Timeline
+from emu.hardware import Cluster
+from emu.trace.events import (
+    Alloc,
+    Collective,
+    EventRecord,
+    EventWait,
+    Free,
+    HostWait,
+    Kernel,
+    Mark,
+    Recategorise,
+    Transfer,
+    Wait,
+)
+from emu.trace.trace import Trace
+
+LAUNCH_MODES = ("eager", "compiled", "graph")
+NO_TIME = frozenset((Alloc, Free, Recategorise, Mark))
+
+
+def price(trace: Trace, cluster: Cluster, launch_mode: str = "eager") -> Timeline:
+    """Says when everything in a trace happens on a cluster. The trace does not change: price it again elsewhere.
+
+    Args:
+        trace: what the ranks did; rank r runs on device r. Members of a group that have no events (symbolic ranks)
+            arrive on time.
+        cluster: what it runs on.
+        launch_mode: how long the host takes to launch a kernel. "eager": `host.launch_s` each; "compiled": the shorter
+            `host.compiled_launch_s` each (that compiled code has fewer kernels is for the trace to say); "graph": the
+            whole trace of a rank is one captured graph, launched once in `host.graph_launch_s`.
+
+    Raises:
+        ValueError: there is no such launch mode.
+        PricingError: a rank has no device, or the chip or the cost model does not know a dtype or a collective.
+        NeverCompletes: ranks wait for each other for ever, or for one whose record ends too early.
+    """
+    if launch_mode not in LAUNCH_MODES:
+        raise ValueError(f"no launch mode {launch_mode!r}; choose one of {', '.join(map(repr, LAUNCH_MODES))}")
+    top = max(trace.events, default=0)
+    if top >= cluster.n_devices:
+        raise PricingError(
+            f"rank {top} has no device: {cluster.name} has {cluster.n_devices}",
+            f"price the trace on a cluster of at least {top + 1} devices",
+            rank=top,
+        )
+    states = {rank: RankState(rank, list(events)) for rank, events in trace.events.items()}
+    streams = Streams(cluster, states)
+    host = cluster.host
+    launch_s = {"eager": host.launch_s, "compiled": host.compiled_launch_s, "graph": 0.0}[launch_mode]
+    if launch_mode == "graph":
+        for state in states.values():
+            state.host = host.graph_launch_s
+    durations: dict[tuple, float] = {}
+    for state in states.values():
+        _advance(state, streams, launch_s, durations)
+        while streams.runnable:
+            _advance(streams.runnable.popleft(), streams, launch_s, durations)
+    check_all_done(streams)
+    return Timeline(
+        trace=trace,
+        cluster=cluster,
+        launch_mode=launch_mode,
+        _starts={rank: s.starts for rank, s in states.items()},
+        _ends={rank: s.ends for rank, s in states.items()},
+        _moves={rank: s.moves for rank, s in states.items()},
+        _hosts={rank: s.hosts for rank, s in states.items()},
+    )
+
+
+def _advance(state: RankState, streams: Streams, launch_s: float, durations: dict[tuple, float]) -> None:
+    """Runs one rank's host until its record ends, or until it waits for a time that is not known yet.
+
+    This loop is the price of a trace: it keeps to plain tuples and indices (Kernel is name, scope, phase, flops,
+    bytes, dtype, dims, stream) and touches lanes only where a stream must wait.
+    """
+    events, host_s, chip = state.events, state.host, streams.cluster.chip
+    tails, starts, ends, note_host = state.tails, state.starts, state.ends, state.hosts.append
+    if state.until:  # the host was waiting
+        host_s = max(host_s, *(token.value for token in state.until))  # type: ignore[type-var]
+        state.until = []
+        note_host(host_s)
+    posted = -1  # the last transfer that was posted together with earlier ones
+    for index, event in enumerate(islice(events, state.index, None), state.index):
+        kind = type(event)
+        if kind is Kernel:
+            name, _, _, flops, size, dtype, dims, stream = event
+            host_s += launch_s
+            key = (name, flops, size, dtype, dims)
+            seconds = durations.get(key)
+            if seconds is None:
+                seconds = durations[key] = kernel_s(event, chip)
+            tail = tails.get(stream, 0.0)
+            if tail is None:
+                state.lanes[stream].queue.append((KERNEL, index, host_s, seconds))
+            else:
+                if host_s > tail:
+                    tail = host_s
+                starts[index] = tail
+                ends[index] = tails[stream] = tail + seconds
+        elif kind in NO_TIME:
+            pass
+        elif kind is Collective:
+            if len(event.members) > 1:  # a group of one is free
+                host_s += launch_s
+            needed = state.position(event.after) if event.after != event.stream else 0.0
+            token = state.works[event.work] = Token()
+            streams.give(state.lane(event.stream), (COLLECTIVE, needed, index, host_s, event, token))
+        elif kind is Wait or kind is EventWait:
+            number, stream = event
+            known = (state.works if kind is Wait else state.marks).get(number)
+            if known is None:
+                raise _unknown(state.id, index, event)
+            if type(known) is Token and known.value is not None:
+                known = known.value
+            tail = tails.get(stream, 0.0)
+            if tail is None or type(known) is Token:
+                streams.give(state.lane(stream), (WAIT, known))
+            elif known > tail:  # type: ignore[operator]
+                tails[stream] = known  # type: ignore[assignment]
+        elif kind is EventRecord:
+            state.marks[event.event] = state.position(event.stream)
+        elif kind is Transfer:
+            host_s += launch_s
+            if index > posted:
+                halves = _together(events, index, host_s, launch_s)
+                posted = halves[-1][0]
+                for _, _, half, token in halves:
+                    state.works[half.work] = token
+                needed = state.position(event.after) if event.after != event.stream else 0.0
+                streams.give(state.lane(event.stream), (TRANSFERS, needed, halves))
+        elif kind is HostWait:
+            waits = [state.position(s) for s in ((event.stream,) if event.stream else tuple(tails))]
+            state.until = [w for w in waits if type(w) is Token]
+            host_s = max(host_s, *(w for w in waits if type(w) is not Token), 0.0)  # type: ignore[type-var]
+            if state.until:
+                state.unknown = len(state.until)
+                for token in state.until:
+                    token.waiters.append(state)
+                state.index, state.host = index + 1, host_s
+                return
+        else:
+            raise PricingError(
+                f"rank {state.id}, event {index} is a {kind.__name__}, which no rule prices",
+                "a trace holds only the events of emu.trace.events",
+                rank=state.id,
+                index=index,
+            )
+        note_host(host_s)
+    state.index, state.host = len(events), host_s
+
+
+def _together(events: Sequence, first: int, host_s: float, launch_s: float) -> list[tuple[int, float, Transfer, Token]]:
+    """The transfers that are posted together: consecutive ones on one stream.
+
+    NCCL runs them as one kernel (ncclGroupStart; torch's batch_isend_irecv), so that two ranks may each send before
+    they receive. Returns (index, time of its launch, event, token) for each.
+    """
+    head, halves = events[first], []
+    for index in range(first, len(events)):
+        event = events[index]
+        if type(event) is Transfer and event.stream == head.stream and event.after == head.after:
+            halves.append((index, host_s + len(halves) * launch_s, event, Token()))
+        elif type(event) not in NO_TIME:
+            break
+    return halves
+
+
+def _unknown(rank: int, index: int, event: Wait | EventWait) -> PricingError:
+    what = f"work {event.work}" if isinstance(event, Wait) else f"event {event.event}"
+    return PricingError(
+        f"rank {rank}, event {index} waits for {what}, which nothing before it started or recorded",
+        "the trace is cut or edited: record the run again, and remove a collective only together with its waits",
+        rank=rank,
+        index=index,
+    )

@@ -1,0 +1,90 @@
+"""A timeline: when everything in a trace happens on one cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+from emu.cost.metrics import Metrics, measure
+from emu.hardware import Cluster
+from emu.trace.events import Collective, Kernel, Mark, Transfer
+from emu.trace.trace import Trace
+
+
+class Span(NamedTuple):
+    """Something that occupies a stream of a device from start_s to end_s."""
+
+    stream: str
+    start_s: float
+    end_s: float
+    name: str  # the kernel's; of a collective or transfer the name it was given, else its kind
+    kind: str  # "kernel", "collective" or "transfer"
+    phase: str  # of a kernel; "" otherwise
+    scope: str  # of a kernel; "" otherwise
+    group: str  # label of the group of a collective or transfer; "" for kernels
+    index: int  # position in trace.events[rank]
+    moves_s: float  # when all members of a collective were there and data began to move; start_s for kernels
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What pricing a trace on a cluster gives. Times are in seconds from the start of the trace.
+
+    Args:
+        trace: what was priced.
+        cluster: on what.
+        launch_mode: how kernels were launched: "eager", "compiled" or "graph".
+    """
+
+    trace: Trace
+    cluster: Cluster
+    launch_mode: str
+    _starts: Mapping[int, Sequence[float]] = field(repr=False)  # by rank, for every event; 0 where untimed
+    _ends: Mapping[int, Sequence[float]] = field(repr=False)
+    _moves: Mapping[int, Mapping[int, float]] = field(repr=False)  # by rank and index, for collectives and transfers
+    _hosts: Mapping[int, Sequence[float]] = field(repr=False)
+
+    @cached_property
+    def step_time_s(self) -> float:
+        """The makespan: when the last stream and the last host are done."""
+        ends = [max(ends) for ends in self._ends.values() if ends]
+        return max([*ends, *(hosts[-1] for hosts in self._hosts.values() if hosts)], default=0.0)
+
+    @cached_property
+    def spans(self) -> dict[int, list[Span]]:
+        """For every rank what its streams did, in program order."""
+        return {rank: self._spans_of(rank) for rank in self.trace.events}
+
+    def _spans_of(self, rank: int) -> list[Span]:
+        starts, ends, moves = self._starts[rank], self._ends[rank], self._moves[rank]
+        spans: list[Span] = []
+        for i, event in enumerate(self.trace.events[rank]):
+            if isinstance(event, Kernel):
+                start_s = starts[i]
+                spans.append(
+                    Span(event.stream, start_s, ends[i], event.name, "kernel", event.phase, event.scope, "", i, start_s)
+                )
+            elif isinstance(event, (Collective, Transfer)):
+                kind = "collective" if isinstance(event, Collective) else "transfer"
+                name = event.name or event.kind
+                spans.append(Span(event.stream, starts[i], ends[i], name, kind, "", "", event.group, i, moves[i]))
+        return spans
+
+    def event_times(self, rank: int) -> Sequence[float]:
+        """The host's time after every event of a rank, for instance to draw its memory over time."""
+        return self._hosts[rank]
+
+    def marks(self, rank: int) -> list[tuple[str, float]]:
+        """The points that the program named (rank.mark), with the host's time."""
+        hosts = self._hosts[rank]
+        return [(event.name, hosts[i]) for i, event in enumerate(self.trace.events[rank]) if isinstance(event, Mark)]
+
+    def metrics(self, tokens: int | None = None) -> Metrics:
+        """What the run achieves on this cluster.
+
+        Args:
+            tokens: tokens that all ranks together trained on, for tokens_per_s.
+        """
+        return measure(self, tokens)
