@@ -156,21 +156,20 @@ def _all_to_all_s(
     return latency_s + max(amount[away] / rates[away] for amount in (*send, *receive) for away in (0, 1))
 
 
-def transfer_s(event: Transfer, cluster: Cluster, out_bytes: int | None = None, in_bytes: int | None = None) -> float:
+def transfer_s(event: Transfer, cluster: Cluster, busiest_bytes: int = 0) -> float:
     """Seconds that a point-to-point message takes, once both ranks are there.
 
     Args:
         event: either half.
         cluster: what it runs on.
-        out_bytes: all that the sender sends at once, this message included (messages posted together share its link).
-        in_bytes: all that the receiver receives at once, this message included.
+        busiest_bytes: all that the sender sends, or the receiver receives, at once, this message included: messages
+            posted together share the device's link and are taken to end together.
     """
     if event.src == event.dst:
         return max(2 * event.bytes / cluster.chip.memory_bytes_per_s, cluster.chip.kernel_s)
     placement = place((event.src, event.dst), cluster)
     link = cluster.node.scale_up if placement.nodes == 1 else cluster.scale_out
-    busiest_bytes = max(event.bytes, out_bytes or 0, in_bytes or 0)
-    return max(link.latency_s + busiest_bytes / link.bytes_per_s, cluster.chip.kernel_s)
+    return max(link.latency_s + max(event.bytes, busiest_bytes) / link.bytes_per_s, cluster.chip.kernel_s)
 
 
 def sent_bytes(event: Collective | Transfer, rank: int) -> int | Fraction:

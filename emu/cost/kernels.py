@@ -39,11 +39,11 @@ def flops_per_s(kernel: Kernel, chip: Chip) -> float:
     Raises:
         HardwareError: the chip cannot compute in the dtype.
     """
-    if kernel.dims:
-        return chip.flops_per_s(kernel.dtype)
     if is_attention(kernel):
         fraction = next((f for name, f in ATTENTION_FRACTION.items() if name in chip.name.upper()), None)
         return chip.peak(kernel.dtype) * (fraction or ATTENTION_FRACTION_ELSEWHERE)
+    if kernel.dims:
+        return chip.flops_per_s(kernel.dtype)
     return chip.peak("float64" if kernel.dtype == "float64" else "float32")
 
 

@@ -16,7 +16,7 @@ from itertools import islice
 
 from emu.cost.errors import PricingError
 from emu.cost.kernels import kernel_s
-from emu.cost.streams import COLLECTIVE, KERNEL, TRANSFERS, WAIT, RankState, Streams, Token
+from emu.cost.streams import COLLECTIVE, KERNEL, TRANSFERS, WAIT, Half, RankState, Streams, Token
 from emu.cost.stuck import check_all_done
 from emu.cost.timeline import Timeline
 from emu.hardware import Cluster
@@ -143,12 +143,14 @@ def _advance(state: RankState, streams: Streams, launch_s: float, durations: dic
         elif kind is Transfer:
             host_s += launch_s
             if index > posted:
-                halves = _together(events, index, host_s, launch_s)
-                posted = halves[-1][0]
-                for _, _, half, token in halves:
-                    state.works[half.work] = token
+                together = _together(events, index, host_s, launch_s)
+                posted = together[-1].index
+                for half in together:
+                    state.works[half.event.work] = half.done
                 needed = state.position(event.after) if event.after != event.stream else 0.0
-                streams.give(state.lane(event.stream), (TRANSFERS, needed, halves))
+                for stream in dict.fromkeys(half.event.stream for half in together):
+                    halves = [half for half in together if half.event.stream == stream]
+                    streams.give(state.lane(stream), (TRANSFERS, needed, halves))
         elif kind is HostWait:
             waits = [state.position(s) for s in ((event.stream,) if event.stream else tuple(tails))]
             state.until = [w for w in waits if type(w) is Token]
@@ -170,20 +172,30 @@ def _advance(state: RankState, streams: Streams, launch_s: float, durations: dic
     state.index, state.host = len(events), host_s
 
 
-def _together(events: Sequence, first: int, host_s: float, launch_s: float) -> list[tuple[int, float, Transfer, Token]]:
-    """The transfers that are posted together: consecutive ones on one stream.
+def _together(events: Sequence, first: int, host_s: float, launch_s: float) -> list[Half]:
+    """The transfers that are posted together with the first one: those that follow at once, if on streams of their own.
 
-    NCCL runs them as one kernel (ncclGroupStart; torch's batch_isend_irecv), so that two ranks may each send before
-    they receive. Returns (index, time of its launch, event, token) for each.
+    NCCL runs them as one kernel (ncclGroupStart; torch's batch_isend_irecv): two ranks may each send before they
+    receive, and messages in one direction share the device's link. A transfer on the stream that it was issued from
+    is alone: what follows it there comes after it.
     """
-    head, halves = events[first], []
-    for index in range(first, len(events)):
-        event = events[index]
-        if type(event) is Transfer and event.stream == head.stream and event.after == head.after:
-            halves.append((index, host_s + len(halves) * launch_s, event, Token()))
-        elif type(event) not in NO_TIME:
-            break
-    return halves
+    head = events[first]
+    posted = [(first, head)]
+    if head.stream != head.after:
+        for index in range(first + 1, len(events)):
+            event = events[index]
+            if type(event) is Transfer and event.after == head.after != event.stream:
+                posted.append((index, event))
+            elif type(event) not in NO_TIME:
+                break
+    total_bytes = {"send": 0, "recv": 0}
+    for _, event in posted:
+        if event.src != event.dst:
+            total_bytes[event.kind] += event.bytes
+    return [
+        Half(index, host_s + i * launch_s, event, Token(), total_bytes[event.kind])
+        for i, (index, event) in enumerate(posted)
+    ]
 
 
 def _unknown(rank: int, index: int, event: Wait | EventWait) -> PricingError:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from emu.cost.collectives import Placement, collective_s, place, transfer_s
 from emu.cost.errors import PricingError
@@ -98,6 +99,16 @@ class RankState:
         return token
 
 
+class Half(NamedTuple):
+    """One rank's half of a transfer, as it is posted."""
+
+    index: int  # position in the rank's record
+    host_s: float  # when the host had launched it
+    event: Transfer
+    done: Token
+    total_bytes: int  # all that is posted together in this direction, and shares the device's link
+
+
 class Meeting:
     """A collective that some members have reached."""
 
@@ -118,7 +129,7 @@ class Streams:
         self.runnable: deque[RankState] = deque()  # ranks whose host was waiting and need not any more
         self._work: list[Lane] = []
         self.meetings: dict[tuple[int, int], Meeting] = {}  # collectives some members have reached, by group and seq
-        self.halves: dict[tuple[str, int, int, int], tuple] = {}  # transfers one rank has reached
+        self.halves: dict[tuple[str, int, int, int], tuple[Lane, Half, float]] = {}  # transfers one rank has reached
         self._groups: dict[tuple[str, tuple[int, ...]], int] = {}
         # by label and identity of members, as hashing many members for every event is slow
         self._group_of: dict[tuple[str, int], tuple[int, tuple[int, ...]]] = {}
@@ -221,16 +232,19 @@ class Streams:
             self._work.append(other)
 
     def _collective_s(self, group: int, parts: Mapping[int, tuple]) -> float:
-        event: Collective = next(iter(parts.values()))[2]
-        for rank, part in parts.items():
-            if part[2].kind != event.kind:
+        first = next(iter(parts))
+        event: Collective = parts[first][2]
+        for rank, (_, _, part, _) in parts.items():
+            if part.kind != event.kind:
                 raise PricingError(
                     f"ranks disagree about collective {event.seq} of group {event.group!r}: "
-                    f"rank {next(iter(parts))} calls {event.kind}, rank {rank} calls {part[2].kind}",
+                    f"rank {first} calls {event.kind}, rank {rank} calls {part.kind}",
                     "all members of a group must call the same collectives in the same order",
                     group=event.group,
                     seq=event.seq,
                 )
+            if part.bytes > event.bytes:  # off the root, a rank may know its own piece only
+                event = part
         key: tuple = (group, event.kind, event.bytes, event.sizes, event.algorithm, event.root)
         others = None
         if event.kind == "all_to_all":  # members send different amounts
@@ -241,40 +255,39 @@ class Streams:
             seconds = self._seconds[key] = collective_s(event, self.cluster, others, self._places[group])
         return seconds
 
-    def _post(self, lane: Lane, halves: list[tuple[int, float, Transfer, Token]]) -> None:
-        """Transfers posted together: all start when both ranks are there, and share the device's link."""
+    def _post(self, lane: Lane, halves: list[Half]) -> None:
+        """Transfers posted together on one stream: each starts when both ranks are there."""
         rank, base_s = lane.rank, lane.tail
         lane.open_transfers = len(halves)
-        total_bytes = {"send": 0, "recv": 0}
-        for _, _, event, _ in halves:
-            if event.src != event.dst:
-                total_bytes[event.kind] += event.bytes
-        for index, host_s, event, token in halves:
-            arrival_s = rank.starts[index] = max(base_s, host_s)
-            mine = lane, index, event, token, arrival_s, total_bytes[event.kind]
+        for half in halves:
+            event = half.event
+            arrival_s = rank.starts[half.index] = max(base_s, half.host_s)
+            mine = lane, half, arrival_s
             key = (event.group, event.src, event.dst, event.seq)
             theirs = self.halves.pop(key, None)
+            if theirs is not None and theirs[1].event.kind == event.kind:
+                raise _twice(rank.id, f"{event.kind} {event.seq} from rank {event.src} to rank {event.dst}")
             if theirs is None and (event.dst if event.kind == "send" else event.src) in self.states:
                 self.halves[key] = mine
-            elif theirs is not None and theirs[2].kind == event.kind:
-                raise _twice(rank.id, f"{event.kind} {event.seq} from rank {event.src} to rank {event.dst}")
             else:  # both are there, or the other is symbolic and on time
-                self._meet(mine, theirs or mine)
+                self._meet(mine, theirs)
 
-    def _meet(self, mine: tuple, theirs: tuple) -> None:
-        event: Transfer = mine[2]
-        start_s = max(mine[4], theirs[4])
-        key = ("p2p", event.src, event.dst, event.bytes, mine[5], theirs[5])
+    def _meet(self, mine: tuple[Lane, Half, float], theirs: tuple[Lane, Half, float] | None) -> None:
+        both = (mine,) if theirs is None else (mine, theirs)
+        event = mine[1].event
+        start_s = max(arrival_s for _, _, arrival_s in both)
+        busiest_bytes = max(half.total_bytes for _, half, _ in both)
+        key = ("transfer", event.src, event.dst, event.bytes, busiest_bytes)
         seconds = self._seconds.get(key)
         if seconds is None:
-            seconds = self._seconds[key] = transfer_s(event, self.cluster, mine[5], theirs[5])
+            seconds = self._seconds[key] = transfer_s(event, self.cluster, busiest_bytes)
         end_s = start_s + seconds
-        for lane, index, _, token, _, _ in (mine, theirs) if theirs is not mine else (mine,):
-            lane.rank.moves[index] = start_s
-            lane.rank.ends[index] = end_s
+        for lane, half, _ in both:
+            lane.rank.moves[half.index] = start_s
+            lane.rank.ends[half.index] = end_s
             if end_s > lane.tail:
                 lane.tail = end_s
-            self._resolve(token, end_s)
+            self._resolve(half.done, end_s)
             lane.open_transfers -= 1
             if not lane.open_transfers:
                 self._work.append(lane)

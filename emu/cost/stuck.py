@@ -20,7 +20,8 @@ def check_all_done(streams: Streams) -> None:
         what = f"{event.kind} {event.seq} of group {event.group!r}"
         waiting += [(rank, part[0].stream, what, absent) for rank, part in meeting.parts.items()]
         missing.update(m for m in absent if not _takes_part(states[m], event))
-    for lane, _, half, _, _, _ in streams.halves.values():
+    for lane, posted, _ in streams.halves.values():
+        half = posted.event
         peer = half.dst if half.kind == "send" else half.src
         what = f"{half.kind} {half.seq} from rank {half.src} to {half.dst} (group {half.group!r})"
         waiting.append((lane.rank.id, lane.stream, what, [peer]))
