@@ -24,11 +24,9 @@ from typing import Any, ClassVar
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from emu.equivalence import exact_backward
-from emu.equivalence import exact_rules as rules
-from emu.equivalence.exact_rules import GRADIENT, INSIDE, RAW, NoExactRule, rule_of
+from emu.equivalence import exact_backward, exact_sums
+from emu.equivalence.exact_rules import GRADIENT, INSIDE, MAKES_RAW, RAW, NoExactRule, rule_of, tag_of
 
-aten = torch.ops.aten
 F64 = torch.float64
 WIDER = {
     **dict.fromkeys((d for d in vars(torch).values() if isinstance(d, torch.dtype) and d.is_floating_point), F64),
@@ -77,14 +75,6 @@ class Certificate:
 def round_to_grid(x: torch.Tensor, bits: int) -> torch.Tensor:
     """A float64 tensor rounded to multiples of 2^-bits; numbers on the grid, infinities and nan stay as they are."""
     return torch.add(TIE, x, alpha=2.0**bits).floor_().mul_(2.0**-bits)
-
-
-def tag_of(x: torch.Tensor) -> int:
-    """What a tensor carries (GRADIENT, RAW, INSIDE). A trainable leaf is a value, whatever was written into it."""
-    tag = getattr(x, "_exact", 0)
-    if tag & GRADIENT and x.requires_grad and x.is_leaf and x._base is None:
-        return tag & ~GRADIENT
-    return tag
 
 
 class ExactMode(TorchDispatchMode):
@@ -168,8 +158,8 @@ class ExactMode(TorchDispatchMode):
             elif rule.kind == "refused":
                 raise NoExactRule(str(func))
             else:
-                out = getattr(self, "_" + rule.kind)(func, list(args), kwargs or {})
-            if func.overloadpacket.__name__ in rules.MAKES_RAW:
+                out = exact_sums.RULES[rule.kind](self, func, list(args), kwargs or {})
+            if func.overloadpacket.__name__ in MAKES_RAW:
                 tags |= RAW
         if rule.writes:
             _tag_written(rule.writes, args, tags)
@@ -194,132 +184,22 @@ class ExactMode(TorchDispatchMode):
         """An argument of an operation inside a kernel: rounded, unless a kernel made it."""
         if isinstance(x, (list, tuple)):
             return [self._entering(y) for y in x]
-        return x if not isinstance(x, torch.Tensor) or tag_of(x) & (INSIDE | RAW) else self._rounded(x)
+        return x if not isinstance(x, torch.Tensor) or tag_of(x) & (INSIDE | RAW) else self.rounded(x)
 
-    def _kind(self, x: torch.Tensor) -> str:
+    def kind(self, x: torch.Tensor) -> str:
+        """Which grid a tensor belongs to: "gradient" or "value"."""
         return "gradient" if tag_of(x) & GRADIENT else "value"
 
-    def _rounded(self, x: torch.Tensor) -> torch.Tensor:
+    def rounded(self, x: torch.Tensor) -> torch.Tensor:
+        """A copy of a tensor on its grid (itself, if it does not hold real numbers)."""
         if x.dtype != F64:
             return x
-        tag = tag_of(x)
-        out = round_to_grid(x, self.grids["gradient" if tag & GRADIENT else "value"])
-        return _tagged(out, tag)
+        return _tagged(round_to_grid(x, self.grids[self.kind(x)]), tag_of(x))
 
-    def _record(self, kind: str, total: torch.Tensor, bits: int) -> None:
+    def record(self, kind: str, total: torch.Tensor, bits: int) -> None:
+        """Note sums of absolute terms, whose terms lie on the grid 2^-bits, for the certificate."""
         if total.numel() and (largest := float(total.max())):
             self._bits[kind] = max(self._bits.get(kind, -math.inf), math.log2(largest) + bits)
-
-    # ------------------------------------------------------------------------------------------------------- the rules
-    def _matmul(self, func: Any, args: list[Any], kwargs: dict[str, Any]) -> torch.Tensor:
-        left, right = args[:2]
-        if left.dtype != F64:
-            raise NoExactRule(str(func), "its operands are complex")
-        batched = left.dim() == 3
-        free = [batched and bool(tag_of(x) & RAW) for x in (left, right)]
-        a, b = (x if f else self._rounded(x) for x, f in zip((left, right), free))
-        if self.certify and not any(free):
-            kinds = [self._kind(x) for x in (left, right)]
-            name = "*".join(sorted(kinds, reverse=True))
-            self._record(name, torch.matmul(a.abs(), b.abs()), sum(self.grids[k] for k in kinds))
-        return func(a, b, *args[2:], **kwargs)
-
-    def _add_matmul(self, func: Any, args: list[Any], kwargs: dict[str, Any]) -> torch.Tensor:
-        """An exact product, then one rounded addition: the same bits as a sum of partial products and then a bias."""
-        product = getattr(aten, rules.ADD_MATMUL[func.overloadpacket.__name__]).default
-        out = self._matmul(product, args[1:3], {})
-        if (alpha := kwargs.get("alpha", 1)) != 1:
-            out.mul_(alpha)
-        beta = kwargs.get("beta", 1)
-        return out.add_(args[0], alpha=beta) if beta else out
-
-    def _token_sum(self, x: torch.Tensor, dims: list[int], keepdim: bool = False) -> torch.Tensor:
-        """The exact sum over dims that include the tokens'."""
-        kind = self._kind(x)
-        x = self._rounded(x)
-        if self.certify and x.dtype == F64:
-            self._record(kind, x.abs().sum(dims), self.grids[kind])
-        return x.sum(dims, keepdim)
-
-    def _sum(self, func: Any, args: list[Any], kwargs: dict[str, Any]) -> torch.Tensor:
-        dims = _dims(args[0], args[1] if len(args) > 1 else None)
-        if 0 not in dims:
-            return func(*args, **kwargs)
-        return self._token_sum(args[0], dims, *args[2:3])
-
-    def _mean(self, func: Any, args: list[Any], kwargs: dict[str, Any]) -> torch.Tensor:
-        """Over tokens: an exact sum, and one division."""
-        dims = _dims(args[0], args[1] if len(args) > 1 else None)
-        if 0 not in dims:
-            return func(*args, **kwargs)
-        return self._token_sum(args[0], dims, *args[2:3]) / math.prod(args[0].shape[d] for d in dims)
-
-    def _rows(self, func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        name = func.overloadpacket.__name__
-        at = rules.ROWS[name]
-        x = args[0]
-        dims = _dims(x, args[at] if len(args) > at else None)
-        if 0 in dims and not (x.dim() == 1 and name in rules.ONE_ROW):
-            raise NoExactRule(str(func), f"it sums over dim 0 (of {x.dim()}), where tokens lie")
-        return func(*args, **kwargs)
-
-    def _scatter(self, func: Any, args: list[Any], kwargs: dict[str, Any]) -> torch.Tensor:
-        name = func.overloadpacket.__name__
-        at = rules.SCATTER[name]
-        if name.startswith("scatter_reduce") and args[4] != "sum":
-            if args[4] not in ("amax", "amin"):
-                raise NoExactRule(str(func), f"reduce={args[4]!r}")
-            return func(*args, **kwargs)
-        if at == 3 and (n := args[0].dim()) > 1 and args[1] % n == n - 1:
-            return func(*args, **kwargs)  # within a row, as in gather's backward: not a sum over tokens
-        if at == 2 and not (len(args) > 3 and args[3]):
-            return func(*args, **kwargs)  # overwrites, does not add
-        kind = self._kind(args[at])
-        args[at] = self._rounded(args[at])
-        if self.certify and args[at].dim():  # a bound: as if everything fell into one slot
-            self._record(kind, args[at].abs().sum(0), self.grids[kind])
-        return func(*args, **kwargs)
-
-    def _attention(self, func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        n = rules.ATTENTION[func.overloadpacket.__name__]
-        return func(*map(self._rounded, args[:n]), *args[n:], **kwargs)
-
-    def _loss(self, func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        """One loss a token, exactly summed, divided at most once."""
-        at = rules.LOSS[func.overloadpacket.__name__]
-        defaults = [a.default_value if a.has_default_value() else None for a in func._schema.arguments]
-        args += defaults[len(args) : at + 1]
-        reduction, args[at] = args[at], 0
-        each = func(*args, **kwargs)
-        nll = "nll" in func.overloadpacket.__name__
-        if reduction == 0:
-            return each
-        total = self._token_sum((each[0] if nll else each).reshape(-1), [0])
-        if not nll:
-            return total if reduction == 2 else total / each.numel()
-        _, target, weight, _, ignore = args[:5]
-        kept = target != ignore
-        if weight is None:
-            count = kept.sum().to(F64)
-        else:
-            count = self._token_sum((weight[target * kept] * kept).reshape(-1), [0])
-        return (total if reduction == 2 else total / count), count
-
-    def _norm_backward(self, func: Any, args: list[Any], kwargs: dict[str, Any]) -> tuple[torch.Tensor | None, ...]:
-        """The input's gradient is torch's own, row by row; the weight's and bias's are sums over tokens."""
-        grad, x, shape, *rest, wanted = args
-        dx = func(grad, x, shape, *rest, [wanted[0]] + [False] * (len(wanted) - 1), **kwargs)[0]
-        layer = len(wanted) == 3  # layer norm: mean, rstd, weight, bias; RMS norm: rstd, weight
-        out: list[torch.Tensor | None] = [dx, None, None][: len(wanted)]
-
-        def over_tokens(t: torch.Tensor) -> torch.Tensor:
-            return self._token_sum(_tagged(t.reshape(-1, *shape), tag_of(grad)), [0])
-
-        if wanted[1]:
-            out[1] = over_tokens(grad * ((x - rest[0]) * rest[1] if layer else x * rest[0]))
-        if layer and wanted[2]:
-            out[2] = over_tokens(grad)
-        return tuple(out)
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -327,7 +207,7 @@ class _StraightThrough(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, mode: ExactMode) -> torch.Tensor:
-        return mode._rounded(x)
+        return mode.rounded(x)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]

@@ -19,6 +19,14 @@ INSIDE = 4  # made inside a kernel: what a kernel made, the next kernel reads as
 ALL = GRADIENT | RAW | INSIDE
 
 
+def tag_of(x: torch.Tensor) -> int:
+    """What a tensor carries (GRADIENT, RAW, INSIDE). A trainable leaf is a value, whatever was written into it."""
+    tag = getattr(x, "_exact", 0)
+    if tag & GRADIENT and x.requires_grad and x.is_leaf and x._base is None:
+        return tag & ~GRADIENT
+    return tag
+
+
 class NoExactRule(RuntimeError):
     """An operation that may sum inside, and for which the exact tier has no rule.
 

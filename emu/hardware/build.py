@@ -23,9 +23,9 @@ def build_chip(table: Mapping[str, Any]) -> Chip:
     return Chip(**values, sources=_sources(table))
 
 
-def build_link(table: Mapping[str, Any], **more: Any) -> Link:
-    """A link from its table; `more` overrides it."""
-    values = {**_values(table), **more}
+def build_link(table: Mapping[str, Any]) -> Link:
+    """A link from its table."""
+    values = _values(table)
     values["protocols"] = tuple(Protocol(**_values(p)) for p in table.get("protocols", ()))
     sources = _sources(table)
     values.setdefault("source", sources.get("bandwidth_bytes_per_s") or next(iter(sources.values()), ""))
@@ -39,8 +39,9 @@ def build_host(table: Mapping[str, Any]) -> Host:
 
 
 def build_node(table: Mapping[str, Any], scale_up: Link, devices: int) -> Node:
-    """A node from its table."""
-    return Node(devices, scale_up, table.get("topology", ""), sources=_sources(table))
+    """A node of so many devices, its link and the rest of its table."""
+    own = {key: value for key, value in table.items() if key != "scale_up"}
+    return Node(devices, scale_up, table.get("topology", ""), sources=_sources(own))
 
 
 def build_fabric(table: Mapping[str, Any]) -> Fabric:

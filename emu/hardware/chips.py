@@ -18,11 +18,12 @@ UNMEASURED_MATMUL_FRACTION = 0.74
 
 @dataclass(frozen=True)
 class Chip:
-    """One accelerator. Rates come in three kinds: peak (data sheet), achievable (best measured), calibrated (fitted here).
+    """One accelerator. Rates come in three kinds: peak (data sheet), achievable (best measured), calibrated (fitted).
 
     Args:
         name: as its maker calls it.
-        peak_flops: dense FLOP/s by dtype name: "float64", "float32" (ordinary cores), "tf32", "float16", "bfloat16", "float8".
+        peak_flops: dense FLOP/s by dtype name: "float64", "float32" (ordinary cores), "tf32", "float16", "bfloat16",
+            "float8".
         hbm_bytes: device memory.
         hbm_bytes_per_s: its peak bandwidth, reads plus writes.
         hbm_fraction: achievable share of that bandwidth, 0-1.
@@ -52,8 +53,9 @@ class Chip:
     def peak(self, dtype: str) -> float:
         """Peak dense FLOP/s in a dtype, e.g. "bfloat16".
 
-        A dtype without a rate of its own runs as what it is converted to: float8 as bfloat16, bfloat16 as float32, float16 as
-        bfloat16, tf32 as float32; integers and bool run at the rate of float32. Raises HardwareError if that leads nowhere.
+        A dtype without a rate of its own runs as what it is converted to: float8 as bfloat16, bfloat16 as float32,
+        float16 as bfloat16, tf32 as float32; integers and bool run at the rate of float32. Raises HardwareError if that
+        leads nowhere.
         """
         return self.peak_flops[self._runs_as(dtype)]
 
@@ -105,17 +107,17 @@ class Chip:
         return runs_as
 
     def __str__(self) -> str:
-        dtype = next((d for d in ("bfloat16", "float16", "float32") if d in self.peak_flops), next(iter(self.peak_flops)))
+        dtype = next((d for d in ("bfloat16", "float16") if d in self.peak_flops), next(iter(self.peak_flops)))
         return (
-            f"{self.name}: {_short(self.peak_flops[dtype], 1000)}FLOP/s {dtype}, "
-            f"{_short(self.hbm_bytes, 1000)}B at {_short(self.hbm_bytes_per_s, 1000)}B/s"
+            f"{self.name}: {_short(self.peak_flops[dtype])}FLOP/s {dtype}, "
+            f"{_short(self.hbm_bytes)}B at {_short(self.hbm_bytes_per_s)}B/s"
         )
 
 
-def _short(value: float, step: int) -> str:
+def _short(value: float) -> str:
     """A number with three digits and its unit prefix: 3.35e12 becomes "3.35 T"."""
-    for prefix in ("", "k", "M", "G", "T", "P", "E"):
-        if abs(value) < step or prefix == "E":
+    for prefix in ("", "k", "M", "G", "T"):
+        if abs(value) < 1000:
             return f"{value:.3g} {prefix}"
-        value /= step
-    raise AssertionError("unreachable")
+        value /= 1000
+    return f"{value:.3g} P"

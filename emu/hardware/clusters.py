@@ -49,7 +49,7 @@ class Host:
 
 @dataclass(frozen=True)
 class Fabric:
-    """The levels above the node. Bandwidth is full up to a pod; above it, oversubscription devices share one device's worth.
+    """The levels above the node: bandwidth is full up to a pod, and shared above it.
 
     Args:
         rack_devices, pod_devices: devices under one rack switch, and under full bisection bandwidth.
@@ -93,7 +93,7 @@ class Cluster:
         if not 0 <= device < self.n_devices:
             raise HardwareError(
                 f"{self.name} has no device {device}: it has {self.n_devices}, numbered from 0.",
-                f"Take a cluster of more nodes (nodes={max(device, 0) // self.node.devices_per_node + 1}), or fewer devices.",
+                f"Give it {max(device, 0) // self.node.devices_per_node + 1} nodes, or name a device that exists.",
                 field="device",
                 value=device,
             )
@@ -110,8 +110,8 @@ class Cluster:
     def ring_bytes_per_s(self, members: Iterable[int]) -> float:
         """Achievable bytes/s per direction of a ring over these devices.
 
-        Across nodes every member brings its own NIC and rings run side by side, one a NIC (NCCL's channels): so the node with
-        the fewest members sets the bandwidth, up to the scale-up link's own.
+        Across nodes every member brings its own NIC and rings run side by side, as NCCL's channels do. So the node
+        with the fewest members sets the bandwidth, up to the scale-up link's own.
         """
         per_node: dict[int, int] = {}
         for m in members:

@@ -6,8 +6,8 @@ from __future__ import annotations
 class HardwareError(ValueError):
     """A chip, link or cluster that cannot be: unknown, incomplete or contradictory.
 
-    Fields: message (what is wrong), hint (what to do), file and line (where, None outside files), field (the dotted name,
-    e.g. "chip.hbm_bytes"), value (what was found there). `str(e)` says all of it.
+    Fields: message (what is wrong), hint (what to do), file and line (where, None outside files), field (the dotted
+    name, e.g. "chip.hbm_bytes"), value (what was found there). `str(e)` says all of it.
     """
 
     def __init__(

@@ -42,8 +42,8 @@ class Link:
         base_s: paid once a collective (protocol Simple).
         tree_latency_s: one step of a tree (protocol Simple).
         protocols: all of NCCL's protocols, fewest steps' latency first; () means Simple alone.
-        in_switch_fraction: bus bandwidth over bandwidth of an all-reduce that the switch sums (NVLS); may exceed 1, because
-            each byte then crosses the link once, not twice. None where the switch cannot sum.
+        in_switch_fraction: bus bandwidth over bandwidth of an all-reduce that the switch sums (NVLS); may exceed 1,
+            because each byte then crosses the link once, not twice. None where the switch cannot sum.
         in_switch_latency_s: its fixed time; None where the switch cannot sum.
         calibrated_bytes_per_s: bus bandwidth fitted to a machine at hand; None until calibrated.
         source, sources: where the link was described; field name to where its number was read.
@@ -64,7 +64,7 @@ class Link:
 
     @property
     def bytes_per_s(self) -> float:
-        """Bytes/s per direction that a large ring reaches: calibrated, else the achievable share of the data sheet's."""
+        """Bytes/s per direction that a large ring reaches: calibrated, else the achievable share of bandwidth."""
         return self.calibrated_bytes_per_s or self.bandwidth_bytes_per_s * self.achievable_fraction
 
     @property
@@ -73,4 +73,5 @@ class Link:
         return Protocol("Simple", self.base_s, self.latency_s, self.tree_latency_s)
 
     def __str__(self) -> str:
-        return f"{self.name}: {self.bandwidth_bytes_per_s / 1e9:.4g} GB/s a direction, {self.latency_s * 1e6:.3g} us a step"
+        rate, step = self.bandwidth_bytes_per_s / 1e9, self.latency_s * 1e6
+        return f"{self.name}: {rate:.4g} GB/s a direction, {step:.3g} us a step"

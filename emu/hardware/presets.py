@@ -5,22 +5,22 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable
-from functools import lru_cache
+from functools import cache
 from importlib.resources import files
 from typing import Any
 
 from .build import build_chip, build_fabric, build_host, build_link, build_node
 from .chips import Chip
-from .clusters import Cluster
+from .clusters import Cluster, Fabric
 from .errors import HardwareError
 
 _NAME_AND_COUNT = re.compile(r"(?P<name>.+)-(?P<count>\d+)")
 
 
-@lru_cache(maxsize=None)
+@cache
 def preset_tables(file: str) -> dict[str, Any]:
     """A packaged TOML file as plain tables: "chips", "links", "nodes" or "clusters"."""
-    return parse_toml(files(__package__).joinpath("data", f"{file}.toml").read_text(encoding="utf-8"))
+    return parse_toml((files("emu.hardware") / "data" / f"{file}.toml").read_text(encoding="utf-8"))
 
 
 def parse_toml(text: str) -> dict[str, Any]:
@@ -42,18 +42,18 @@ def cluster_names() -> tuple[str, ...]:
     return tuple(preset_tables("clusters"))
 
 
-@lru_cache(maxsize=None)
+@cache
 def chip(name: str) -> Chip:
     """A chip by its short name ("h100") or its maker's ("H100-SXM-80GB"). Raises HardwareError with near matches."""
-    return build_chip(preset_tables("chips")[_short_name(name)])
+    return build_chip(preset_tables("chips")[short_name(name)])
 
 
 def cluster(name: str, nodes: int | None = None) -> Cluster:
     """A cluster by name.
 
     Args:
-        name: a chip's short name, "h100"; or with a number of devices, "h100-8", that is fewer than a node's or fills whole
-            nodes; or a cluster described as a whole, "h100-16384", which is the one that trained Llama 3.
+        name: a chip's short name, "h100"; or with a number of devices, "h100-8", that is fewer than a node's or fills
+            whole nodes; or a cluster described as a whole, "h100-16384", which is the one that trained Llama 3.
         nodes: how many nodes, one if neither the name nor this says.
 
     Raises HardwareError with near matches for an unknown name, or with the nearest possible numbers of devices.
@@ -65,19 +65,19 @@ def cluster(name: str, nodes: int | None = None) -> Cluster:
     return _cluster(name, nodes)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _cluster(name: str, nodes: int | None) -> Cluster:
     described = preset_tables("clusters").get(name.lower())
     if described is not None and nodes is None:
         fabric = build_fabric(described["fabric"])
         return assemble(name.lower(), described["chip"], described["nodes"], fabric=fabric)
     try:
-        short, count = _short_name(name), None
+        short, count = short_name(name), None
     except HardwareError:
         match = _NAME_AND_COUNT.fullmatch(name)
         if match is None or not _is_known(match["name"]):
             raise
-        short, count = _short_name(match["name"]), int(match["count"])
+        short, count = short_name(match["name"]), int(match["count"])
     per_node = preset_tables("nodes")[short]["devices_per_node"]
     if count is None:
         n = nodes or 1
@@ -104,27 +104,37 @@ def smallest_cluster(n_devices: int, chip: str = "h100") -> Cluster:
     """The fewest whole nodes of a chip that hold n_devices. Raises HardwareError unless n_devices is at least 1."""
     if n_devices < 1:
         raise HardwareError(
-            f"A cluster for {n_devices} devices does not exist.", "Ask for at least 1.", field="n_devices", value=n_devices
+            f"A cluster for {n_devices} devices does not exist.",
+            "Ask for at least 1.",
+            field="n_devices",
+            value=n_devices,
         )
-    per_node = preset_tables("nodes")[_short_name(chip)]["devices_per_node"]
+    per_node = preset_tables("nodes")[short_name(chip)]["devices_per_node"]
     return cluster(chip, nodes=-(-n_devices // per_node))
 
 
-def assemble(name: str, short: str, nodes: int, devices: int | None = None, fabric: Any = None) -> Cluster:
-    """A cluster of preset nodes of the chip with this short name."""
-    table = preset_tables("nodes")[short]
-    links = preset_tables("links")
-    scale_up, scale_out = (build_link(_overlay(links[table[level]["link"]], table[level])) for level in ("scale_up", "scale_out"))
-    flat = {key: value for key, value in table.items() if key not in ("scale_up", "scale_out")}
+def assemble(name: str, short: str, nodes: int, devices: int | None = None, fabric: Fabric | None = None) -> Cluster:
+    """A cluster of preset nodes of the chip with this short name; `devices` makes its nodes smaller."""
+    tables = preset_parts(short)
+    node = tables["node"]
     return Cluster(
         name=name,
         chip=chip(short),
-        node=build_node(flat, scale_up, devices or table["devices_per_node"]),
+        node=build_node(node, build_link(node["scale_up"]), devices or node["devices_per_node"]),
         nodes=nodes,
-        scale_out=scale_out,
-        host=build_host(preset_tables("nodes")["host"]),
+        scale_out=build_link(tables["scale_out"]),
+        host=build_host(tables["host"]),
         fabric=fabric,
     )
+
+
+def preset_parts(short: str) -> dict[str, Any]:
+    """Tables of what surrounds a preset chip: "node" (with its "scale_up"), "scale_out" and "host"."""
+    node = dict(preset_tables("nodes")[short])
+    links = preset_tables("links")
+    scale_up, scale_out = (_overlay(links[node[level]["link"]], node[level]) for level in ("scale_up", "scale_out"))
+    del node["scale_out"]
+    return {"node": {**node, "scale_up": scale_up}, "scale_out": scale_out, "host": preset_tables("nodes")["host"]}
 
 
 def unknown(what: str, name: str, known: Iterable[str]) -> HardwareError:
@@ -141,7 +151,7 @@ def _overlay(link: dict[str, Any], use: dict[str, Any]) -> dict[str, Any]:
     return {**link, **own, "sources": {**link.get("sources", {}), **own.get("sources", {})}}
 
 
-@lru_cache(maxsize=None)
+@cache
 def _long_names() -> dict[str, str]:
     return {table["name"].lower(): short for short, table in preset_tables("chips").items()}
 
@@ -150,7 +160,8 @@ def _is_known(name: str) -> bool:
     return name.lower() in preset_tables("chips") or name.lower() in _long_names()
 
 
-def _short_name(name: str) -> str:
+def short_name(name: str) -> str:
+    """The short name of a chip given by either of its names. Raises HardwareError with near matches."""
     lower = name.lower()
     if lower in preset_tables("chips"):
         return lower

@@ -1,9 +1,10 @@
 """A chip on which a toy model behaves as a real model does on the real chip.
 
-A toy on a real H100 is all launch time, and nothing of a large run can be learned from it. So shrink the chip with the model.
+A toy on a real H100 is all launch time, and nothing of a large run can be learned from it. So shrink the chip with the
+model.
 
-The law. Both models are described by n_params N, width h and tokens T (what one device computes on at once: sequence length
-times micro-batch). Their work is matrix products [T, h] x [h, h], with small letters for the toy:
+The law. Both models are described by n_params N, width h and tokens T (what one device computes on at once: sequence
+length times micro-batch). Their work is matrix products [T, h] x [h, h]; small letters (n, h', t) are the toy's:
 
     flops of one product     2 T h^2                       k_flops = t h'^2 / (T h^2)
     HBM bytes of one         e (2 T h + h^2)               k_bytes = (2 t h' + h'^2) / (2 T h + h^2)
@@ -11,20 +12,21 @@ times micro-batch). Their work is matrix products [T, h] x [h, h], with small le
     activations of one       e T h                         k_link  = t h' / (T h)    communication="activations"
     parameters of all        N                             k_hbm   = n / N
 
-Scale FLOP/s by k_flops, HBM bandwidth by k_bytes, link bandwidth by k_link, HBM capacity by k_hbm, and leave alone every time
-(launch, shortest kernel, latency of a step). Then one product lasts, from either side of the roofline, exactly as long as the
-real one does on the real chip: k_flops cancels in flops / rate and k_bytes in bytes / bandwidth. As all durations are the
-real ones, so are all ratios:
+Scale FLOP/s by k_flops, HBM bandwidth by k_bytes, link bandwidth by k_link, HBM capacity by k_hbm, and leave every time
+alone (launch, shortest kernel, latency of a step). Then one product lasts, from either side of the roofline, exactly as
+long as the real one does on the real chip: k_flops cancels in flops / rate and k_bytes in bytes / bandwidth. As all
+durations are the real ones, so are all ratios:
 
     arithmetic intensity   (flops / bytes) / (FLOP/s / bytes/s)  is the same, so is the regime: compute or memory bound
     link to compute        (bytes sent / link bandwidth) / (flops / FLOP/s)  is the same
     launch to kernel       launch_s / kernel duration  is the same, since both are
     capacity               16 n / hbm_bytes  is the same
 
-What no scaling can keep. Gradients grow with h^2 and activations with T h, so data and tensor parallelism both keep their
-ratio only if t / T = h' / h; then elementwise kernels (bytes in T h) and activation memory (T h a layer) keep theirs too.
-Otherwise choose by `communication`, and expect elementwise kernels to be off by (t h' / T h) / k_bytes: `Scale.elementwise`.
-Tile and wave quantisation do not scale (tiles and SMs stay as they are), nor does attention's T^2.
+What no scaling can keep. Gradients grow with h^2 and activations with T h, so data and tensor parallelism both keep
+their ratio only if t / T = h' / h; then elementwise kernels (bytes in T h) and activation memory (T h a layer) keep
+theirs too. Otherwise choose by `communication`, and expect elementwise kernels to be off by (t h' / T h) / k_bytes,
+which is `Scale.elementwise`. Tile and wave quantisation do not scale (tiles and SMs stay as they are), nor does
+attention's T^2.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ from .links import Link
 if TYPE_CHECKING:
     from .clusters import Cluster
 
+_SCALED_IN_LINKS = ("bandwidth_bytes_per_s", "calibrated_bytes_per_s", "cap_bytes_per_s")
 COMMUNICATION = ("gradients", "activations")
 
 
@@ -60,7 +63,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Scale:
-    """Factors from the real chip to the similar one (see the module's docstring), and how true elementwise kernels stay.
+    """Factors from the real chip to the similar one, by the law above, and how true elementwise kernels stay.
 
     elementwise: duration of an elementwise kernel of the toy over the real one's; 1 if the toy keeps tokens over width.
     """
@@ -139,14 +142,15 @@ def scaled_link(link: Link, scale: Scale) -> Link:
         bandwidth_bytes_per_s=link.bandwidth_bytes_per_s * k,
         calibrated_bytes_per_s=None if calibrated is None else calibrated * k,
         protocols=tuple(
-            p if p.cap_bytes_per_s is None else replace(p, cap_bytes_per_s=p.cap_bytes_per_s * k) for p in link.protocols
+            p if p.cap_bytes_per_s is None else replace(p, cap_bytes_per_s=p.cap_bytes_per_s * k)
+            for p in link.protocols
         ),
-        sources=_scaled_sources(link.sources, {"bandwidth_bytes_per_s": k, "calibrated_bytes_per_s": k, "protocols": k}),
+        sources=_scaled_sources(link.sources, dict.fromkeys(_SCALED_IN_LINKS, k)),
     )
 
 
 def scaled_cluster(cluster: Cluster, scale: Scale) -> Cluster:
-    """The cluster with chip and links scaled. The host stays: its launch must keep its ratio to kernels that last as long."""
+    """The cluster with chip and links scaled. The host stays as it is, as kernels last as long as the real ones."""
     return replace(
         cluster,
         name=f"{cluster.name} (similar)",
@@ -158,7 +162,7 @@ def scaled_cluster(cluster: Cluster, scale: Scale) -> Cluster:
 
 def _scaled_sources(sources, factors: dict[str, float]) -> dict[str, str]:
     def scaled(name: str, source: str) -> str:
-        factor = factors.get(name.split(".")[0])
+        factor = factors.get(name.split(".")[0], factors.get(name.split(".")[-1]))
         return source if factor is None else f"{source}; times {factor:.3g} for a similar chip"
 
     return {name: scaled(name, source) for name, source in sources.items()}

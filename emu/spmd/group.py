@@ -50,7 +50,13 @@ class Group:
     # In place: the result is the tensor that was given.
 
     def all_reduce(
-        self, x: Tensor, op: str = "sum", *, async_op: bool = False, algorithm: str | None = None, name: str | None = None
+        self,
+        x: Tensor,
+        op: str = "sum",
+        *,
+        async_op: bool = False,
+        algorithm: str | None = None,
+        name: str | None = None,
     ) -> Any:
         """Combines x over the group, in place, on every rank. Returns x, or Work whose wait() returns it."""
         self._writable("all_reduce", x)
@@ -58,9 +64,15 @@ class Group:
         return self._run(Call("all_reduce", x, x, op=op), async_op, algorithm, name)
 
     def reduce(
-        self, x: Tensor, root: int = 0, op: str = "sum", *, async_op: bool = False, algorithm: str | None = None,
+        self,
+        x: Tensor,
+        root: int = 0,
+        op: str = "sum",
+        *,
+        async_op: bool = False,
+        algorithm: str | None = None,
         name: str | None = None,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         """Combines x over the group into the root's x, in place. Off the root x keeps its value. Returns x."""
         self._writable("reduce", x)
         self._reduction("reduce", x, op)
@@ -76,9 +88,15 @@ class Group:
     # Out of place: the result is a new tensor.
 
     def all_gather(
-        self, x: Tensor, dim: int = 0, sizes: Sequence[int] | None = None, *, async_op: bool = False,
-        algorithm: str | None = None, name: str | None = None,
-    ) -> Any:  # fmt: skip
+        self,
+        x: Tensor,
+        dim: int = 0,
+        sizes: Sequence[int] | None = None,
+        *,
+        async_op: bool = False,
+        algorithm: str | None = None,
+        name: str | None = None,
+    ) -> Any:
         """Everyone's x, concatenated along dim in group order.
 
         Args:
@@ -90,9 +108,16 @@ class Group:
         return self._run(Call("all_gather", x, out, dim, cut), async_op, algorithm, name)
 
     def gather(
-        self, x: Tensor, root: int = 0, dim: int = 0, sizes: Sequence[int] | None = None, *, async_op: bool = False,
-        algorithm: str | None = None, name: str | None = None,
-    ) -> Any:  # fmt: skip
+        self,
+        x: Tensor,
+        root: int = 0,
+        dim: int = 0,
+        sizes: Sequence[int] | None = None,
+        *,
+        async_op: bool = False,
+        algorithm: str | None = None,
+        name: str | None = None,
+    ) -> Any:
         """Everyone's x, concatenated along dim in group order, on the root; None elsewhere."""
         dim = self._readable("gather", x, dim)
         cut = self._sizes("gather", sizes, x, dim, own=True)
@@ -101,9 +126,16 @@ class Group:
         return self._run(Call("gather", x, out, dim, cut, root=root), async_op, algorithm, name)
 
     def reduce_scatter(
-        self, x: Tensor, dim: int = 0, sizes: Sequence[int] | None = None, op: str = "sum", *, async_op: bool = False,
-        algorithm: str | None = None, name: str | None = None,
-    ) -> Any:  # fmt: skip
+        self,
+        x: Tensor,
+        dim: int = 0,
+        sizes: Sequence[int] | None = None,
+        op: str = "sum",
+        *,
+        async_op: bool = False,
+        algorithm: str | None = None,
+        name: str | None = None,
+    ) -> Any:
         """This rank's piece, along dim, of the combination of everyone's x.
 
         Args:
@@ -116,9 +148,16 @@ class Group:
         return self._run(Call("reduce_scatter", x, out, dim, cut, op=op), async_op, algorithm, name)
 
     def scatter(
-        self, x: Tensor, root: int = 0, dim: int = 0, sizes: Sequence[int] | None = None, *, async_op: bool = False,
-        algorithm: str | None = None, name: str | None = None,
-    ) -> Any:  # fmt: skip
+        self,
+        x: Tensor,
+        root: int = 0,
+        dim: int = 0,
+        sizes: Sequence[int] | None = None,
+        *,
+        async_op: bool = False,
+        algorithm: str | None = None,
+        name: str | None = None,
+    ) -> Any:
         """This rank's piece, along dim, of the root's x. Elsewhere x states shape and dtype; its values are not read."""
         dim = self._readable("scatter", x, dim)
         cut = self._sizes("scatter", sizes, x, dim)
@@ -127,9 +166,16 @@ class Group:
         return self._run(Call("scatter", x, out, dim, cut, root=root), async_op, algorithm, name)
 
     def all_to_all(
-        self, x: Tensor, send_sizes: Sequence[int] | None = None, recv_sizes: Sequence[int] | None = None, dim: int = 0,
-        *, async_op: bool = False, algorithm: str | None = None, name: str | None = None,
-    ) -> Any:  # fmt: skip
+        self,
+        x: Tensor,
+        send_sizes: Sequence[int] | None = None,
+        recv_sizes: Sequence[int] | None = None,
+        dim: int = 0,
+        *,
+        async_op: bool = False,
+        algorithm: str | None = None,
+        name: str | None = None,
+    ) -> Any:
         """Sends the i-th piece of x along dim to rank i. Returns what the others sent, in group order.
 
         Args:
@@ -149,9 +195,16 @@ class Group:
         return self._run(Call("all_to_all", x, out, dim, send, recv), async_op, algorithm, name)
 
     def ring_shift(
-        self, tensors: Tensor | Sequence[Tensor], by: int = 1, *, dim: int = 0, sizes: Sequence[int] | None = None,
-        async_op: bool = False, algorithm: str | None = None, name: str | None = None,
-    ) -> Any:  # fmt: skip
+        self,
+        tensors: Tensor | Sequence[Tensor],
+        by: int = 1,
+        *,
+        dim: int = 0,
+        sizes: Sequence[int] | None = None,
+        async_op: bool = False,
+        algorithm: str | None = None,
+        name: str | None = None,
+    ) -> Any:
         """Sends tensors to the rank `by` places on, around the ring. Returns those of the rank `by` places back.
 
         Args:
@@ -187,9 +240,13 @@ class Group:
         return self.exchange([("recv", out, src)], async_op=async_op, name=name, _single=True)
 
     def exchange(
-        self, messages: Sequence[tuple[str, Tensor, int]], *, async_op: bool = False, name: str | None = None,
+        self,
+        messages: Sequence[tuple[str, Tensor, int]],
+        *,
+        async_op: bool = False,
+        name: str | None = None,
         _single: bool = False,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         """Posts several messages at once, so that none waits for another.
 
         Args:
@@ -226,7 +283,8 @@ class Group:
     def _run(self, call: Call, async_op: bool, algorithm: str | None, name: str | None) -> Any:
         if algorithm is not None and algorithm not in ALGORITHMS:
             raise CollectiveError(
-                f"{self._at(call.kind)}: there is no algorithm {algorithm!r}", f"use one of {', '.join(ALGORITHMS)}, or None"
+                f"{self._at(call.kind)}: there is no algorithm {algorithm!r}",
+                f"use one of {', '.join(ALGORITHMS)}, or None",
             )
         call.algorithm, call.name = algorithm or "", name or ""
         if async_op:
@@ -239,7 +297,9 @@ class Group:
 
     def _readable(self, kind: str, x: Any, dim: int | None) -> int:
         if not isinstance(x, Tensor):
-            raise CollectiveError(f"{self._at(kind)}: expected a tensor, got {type(x).__name__}", "wrap it: torch.tensor(...)")
+            raise CollectiveError(
+                f"{self._at(kind)}: expected a tensor, got {type(x).__name__}", "wrap it: torch.tensor(...)"
+            )
         if x.requires_grad:
             twin = TWINS.get(kind, "shift(x, group, by)" if kind in ("send", "recv") else "a differentiable twin")
             raise CollectiveError(
@@ -248,7 +308,7 @@ class Group:
             )
         if x.layout is not torch.strided:
             raise CollectiveError(f"{self._at(kind)}: the tensor is {x.layout}", "make it dense first: x.to_dense()")
-        if dim is None or kind == "ring_shift" and not x.dim():
+        if dim is None or (kind == "ring_shift" and not x.dim()):
             return 0
         if not -x.dim() <= dim < x.dim():
             raise CollectiveError(
@@ -261,7 +321,8 @@ class Group:
         self._readable(kind, x, None)
         if any(stride == 0 and length > 1 for stride, length in zip(x.stride(), x.shape)):
             raise CollectiveError(
-                f"{self._at(kind)}: works in place, but elements of the expanded tensor share memory", "pass x.contiguous()"
+                f"{self._at(kind)}: works in place, but elements of the expanded tensor share memory",
+                "pass x.contiguous()",
             )
 
     def _reduction(self, kind: str, x: Tensor, op: str) -> None:
@@ -269,8 +330,10 @@ class Group:
             raise CollectiveError(f"{self._at(kind)}: there is no op {op!r}", f"use one of {', '.join(REDUCTIONS)}")
         if op == "avg" and not (x.is_floating_point() or x.is_complex()):
             raise CollectiveError(f"{self._at(kind)}: an average of {x.dtype} is not whole", 'use op="sum" and divide')
-        if x.dtype == torch.bool or x.is_complex() and op in ("max", "min"):
-            raise CollectiveError(f"{self._at(kind)}: {op} of {x.dtype} is not defined", "convert it first, e.g. x.int()")
+        if x.dtype == torch.bool or (x.is_complex() and op in ("max", "min")):
+            raise CollectiveError(
+                f"{self._at(kind)}: {op} of {x.dtype} is not defined", "convert it first, e.g. x.int()"
+            )
 
     def _peer(self, role: str, peer: Any) -> int:
         if isinstance(peer, bool) or not isinstance(peer, int) or not 0 <= peer < self.size:
@@ -293,7 +356,8 @@ class Group:
         cut = tuple(int(n) for n in sizes)
         if len(cut) != self.size or min(cut, default=0) < 0:
             raise CollectiveError(
-                f"{self._at(kind)}: sizes {list(cut)} are not {self.size} lengths of at least 0", "give one for every rank"
+                f"{self._at(kind)}: sizes {list(cut)} are not {self.size} lengths of at least 0",
+                "give one for every rank",
             )
         if x is not None:
             expected = cut[self.rank] if own else sum(cut)

@@ -70,8 +70,8 @@ class Device(Protocol):
     def synchronize(self) -> None: ...
 
 
-class Rank:
-    """One rank of a run. Usable as its number: `if rank == 0`, `pieces[rank]`.
+class Rank(int):
+    """One rank of a run. It is its number, too: `if rank == 0`, `pieces[rank]`.
 
     Attributes:
         id: its global number.
@@ -79,6 +79,9 @@ class Rank:
         coords: its index along every axis.
         device: the torch device its tensors live on (virtual ranks compute on the CPU; a shape run on "meta").
     """
+
+    def __new__(cls, id: int, mesh: Mesh, device: Device) -> Rank:
+        return super().__new__(cls, id)
 
     def __init__(self, id: int, mesh: Mesh, device: Device) -> None:
         self.id = id
@@ -158,20 +161,12 @@ class Rank:
         """Makes the host wait for every stream."""
         self._device.synchronize()
 
-    def __index__(self) -> int:
-        return self.id
-
-    __int__ = __index__
-
-    def __eq__(self, other: object) -> bool:
-        return self.id == (other.id if isinstance(other, Rank) else other)
-
-    def __hash__(self) -> int:
-        return hash(self.id)
-
     def __repr__(self) -> str:
         at = " ".join(f"{axis}={i}" for axis, i in self.coords.items())
         return f"Rank({self.id} of {self.mesh.size}{': ' + at if at else ''})"
+
+    def __str__(self) -> str:
+        return str(self.id)
 
 
 class Grads(dict[str, Tensor]):

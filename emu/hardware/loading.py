@@ -1,0 +1,176 @@
+"""A user's cluster from a TOML file: all of it is checked, and every complaint names file, line, field and value.
+
+    name = "my-cluster"                  # optional; else the file's name
+    chip = "h100"                        # a preset chip, or a table of one's own:
+    nodes = 4                            # optional, 1
+    n_devices = 32                       # optional: if given, must agree
+
+    [chip]
+    like = "h100"                        # optional: a preset that gives what is not said here
+    name = "my-chip"
+    hbm_bytes = "80GiB"                  # a number of bytes, or text with a unit
+    hbm_bytes_per_s = 3.35e12
+    hbm_fraction = 0.84
+    kernel_s = 2e-6
+    peak_flops = { bfloat16 = 989e12, float32 = 67e12 }
+    achievable_flops = { bfloat16 = 794e12 }        # optional, like l2_bytes, sm_count, tdp_w and calibrated_*
+    sources = { default = "my data sheet" }         # optional in every table; else "given in" the file
+
+    [node]
+    devices_per_node = 8
+    [node.scale_up]                      # and [scale_out]
+    bandwidth_bytes_per_s = 450e9
+    achievable_fraction = 0.8
+    latency_s = 3.4e-6                   # a step; optional: name, base_s, tree_latency_s, protocols, in_switch_*
+
+    [host]
+    launch_s = 7e-6                      # optional: compiled_launch_s, graph_launch_s
+
+    [fabric]                             # optional
+    rack_devices = 16
+    pod_devices = 3072
+    oversubscription = 7
+
+What a table does not say comes from the preset chip and its nodes. A chip of one's own (a table without `like`) has no
+preset: the file must then describe node, both links and host itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from .build import build_chip, build_fabric, build_host, build_link, build_node, numbers
+from .clusters import Cluster
+from .complaints import CONTRADICTIONS, File, explain
+from .errors import HardwareError
+from .presets import parse_toml, preset_parts, preset_tables, short_name
+from .schema import ClusterTable
+
+
+def load_cluster(path: str | PathLike[str]) -> Cluster:
+    """The cluster that a file describes. Raises HardwareError for what is missing, unknown or impossible in it."""
+    file = _read(fspath(path))
+    given = _parse(file)
+    given.setdefault("name", Path(file.path).stem)
+    base = _base(given, file)
+    merged = _merge(base, given)
+    try:
+        table = ClusterTable.model_validate(merged)
+    except ValidationError as e:
+        raise explain(e, file) from None
+    for contradiction in CONTRADICTIONS:
+        contradiction(table, file)
+    # Sources are worked out after checking, so that they need not doubt what they read.
+    return _build(_with_sources(table.model_dump(exclude_none=True), given, base, f"given in {file.path}"))
+
+
+def _read(path: str) -> File:
+    try:
+        return File(path, Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise HardwareError(
+            "there is no such file.", "Check the path; it is relative to where you are.", file=path
+        ) from None
+    except (OSError, UnicodeDecodeError) as e:
+        raise HardwareError(f"cannot be read ({e}).", "It must be a TOML file in UTF-8.", file=path) from None
+
+
+def _parse(file: File) -> dict[str, Any]:
+    try:
+        return parse_toml(file.text)
+    except ValueError as e:  # TOMLDecodeError is one, in tomllib and tomli alike
+        raise HardwareError(
+            f"is not valid TOML: {e}.",
+            'A line is name = value or [table]; text stands in "quotes".',
+            file=file.path,
+            line=file.line_in_message(str(e)),
+        ) from None
+
+
+def _base(given: dict[str, Any], file: File) -> dict[str, Any]:
+    """The preset tables under the file's own; removes the reference to them from `given`."""
+    chip = given.get("chip")
+    field = "chip"
+    if isinstance(chip, Mapping):
+        given["chip"] = {key: value for key, value in chip.items() if key != "like"}
+        field, chip = "chip.like", chip.get("like")
+    elif isinstance(chip, str):
+        given["chip"] = {}
+    if chip is None:
+        return {}
+    try:
+        short = short_name(chip)
+    except (HardwareError, AttributeError) as e:
+        hint = getattr(e, "hint", 'Give a name in quotes, e.g. "h100".')
+        raise HardwareError(
+            f"{field} = {chip!r} is not a chip that emu knows.",
+            f"{hint} Or describe it yourself in a table [chip].",
+            file=file.path,
+            line=file.line_of(field),
+            field=field,
+            value=chip,
+        ) from None
+    return {"chip": preset_tables("chips")[short], **preset_parts(short)}
+
+
+def _merge(base: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """`given` over `base`, table by table."""
+    merged = dict(base)
+    if any(key in given for key in ("latency_s", "base_s", "tree_latency_s")):
+        merged.pop("protocols", None)  # a preset's protocols would contradict latencies of one's own
+    if "peak_flops" in given:
+        merged.pop("achievable_flops", None)  # what was measured on the preset says nothing of another peak
+    for key, value in given.items():
+        both = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
+        merged[key] = _merge(merged[key], value) if both and key != "sources" else value
+    return merged
+
+
+def _with_sources(
+    table: dict[str, Any], given: Mapping[str, Any], base: Mapping[str, Any], file: str
+) -> dict[str, Any]:
+    """Each table with a source by name for every number: the file's, or the preset's where the file says nothing."""
+    done = {}
+    for key, value in table.items():
+        if isinstance(value, dict) and key in ("chip", "node", "scale_up", "scale_out", "host", "fabric"):
+            done[key] = _with_sources(value, given.get(key, {}), base.get(key, {}), file)
+        else:
+            done[key] = value
+    own, preset = numbers(given), numbers(base)
+    said, known = given.get("sources", {}), base.get("sources", {})
+    done["sources"] = {
+        name: _look_up(said, name) or file
+        if name in own or _text_size(given, name)
+        else _look_up(known, name) or "unverified"
+        if name in preset
+        else f"assumed: not {file}"
+        for name in numbers(done)
+    }
+    return done
+
+
+def _look_up(sources: Mapping[str, str], name: str) -> str | None:
+    return sources.get(name) or sources.get(name.split(".")[0]) or sources.get("default")
+
+
+def _text_size(given: Mapping[str, Any], name: str) -> bool:
+    """Whether a number was given as text with a unit, "80GiB"."""
+    return isinstance(given.get(name), str)
+
+
+def _build(table: dict[str, Any]) -> Cluster:
+    node = table["node"]
+    return Cluster(
+        name=table["name"],
+        chip=build_chip(table["chip"]),
+        node=build_node(node, build_link(node["scale_up"]), node["devices_per_node"]),
+        nodes=table["nodes"],
+        scale_out=build_link(table["scale_out"]),
+        host=build_host(table["host"]),
+        fabric=build_fabric(table["fabric"]) if "fabric" in table else None,
+    )

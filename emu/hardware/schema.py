@@ -1,0 +1,138 @@
+"""What a cluster file may say, field by field. See emu.hardware.loading for the form of the file."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ByteSize,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
+
+
+def _bytes(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return int(TypeAdapter(ByteSize).validate_python(value))
+    except ValidationError:
+        raise ValueError("cannot be read as a size") from None
+
+
+def _no_bool(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError("true and false are not numbers")
+    return value
+
+
+Positive = Annotated[float, BeforeValidator(_no_bool), Field(gt=0, allow_inf_nan=False, strict=True)]
+NotNegative = Annotated[float, BeforeValidator(_no_bool), Field(ge=0, allow_inf_nan=False, strict=True)]
+Fraction = Annotated[float, BeforeValidator(_no_bool), Field(gt=0, le=1, allow_inf_nan=False, strict=True)]
+Count = Annotated[int, BeforeValidator(_no_bool), Field(ge=1, strict=True)]
+Bytes = Annotated[
+    float, BeforeValidator(_no_bool), BeforeValidator(_bytes), Field(ge=1, allow_inf_nan=False, strict=True)
+]
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    sources: dict[str, str] = Field(default_factory=dict)
+
+
+class _Rates(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    float64: Positive | None = None
+    float32: Positive | None = None
+    tf32: Positive | None = None
+    float16: Positive | None = None
+    bfloat16: Positive | None = None
+    float8: Positive | None = None
+
+
+class ChipTable(_Table):
+    name: str
+    peak_flops: _Rates
+    hbm_bytes: Bytes
+    hbm_bytes_per_s: Positive
+    hbm_fraction: Fraction
+    kernel_s: Positive
+    achievable_flops: _Rates = _Rates()
+    calibrated_flops: _Rates = _Rates()
+    calibrated_hbm_bytes_per_s: Positive | None = None
+    l2_bytes: Bytes | None = None
+    sm_count: Count | None = None
+    tdp_w: Positive | None = None
+
+
+class ProtocolTable(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    name: str
+    base_s: NotNegative
+    latency_s: NotNegative
+    tree_latency_s: NotNegative
+    fraction: Fraction = 1.0
+    cap_bytes_per_s: Positive | None = None
+
+
+class LinkTable(_Table):
+    name: str = "link"
+    bandwidth_bytes_per_s: Positive
+    achievable_fraction: Fraction
+    latency_s: NotNegative
+    base_s: NotNegative = 0.0
+    tree_latency_s: NotNegative | None = None
+    protocols: list[ProtocolTable] = []
+    in_switch_fraction: Annotated[float, BeforeValidator(_no_bool), Field(gt=0, le=2, allow_inf_nan=False)] | None = (
+        None
+    )
+    in_switch_latency_s: NotNegative | None = None
+    calibrated_bytes_per_s: Positive | None = None
+
+    @model_validator(mode="after")
+    def _tree_steps_like_ring(self):
+        if self.tree_latency_s is None:
+            self.tree_latency_s = self.latency_s
+        return self
+
+
+class NodeTable(_Table):
+    devices_per_node: Count
+    topology: str = ""
+    scale_up: LinkTable
+
+
+class HostTable(_Table):
+    launch_s: Positive
+    compiled_launch_s: Positive | None = None
+    graph_launch_s: Positive | None = None
+
+    @model_validator(mode="after")
+    def _launch_alike(self):
+        if self.compiled_launch_s is None:
+            self.compiled_launch_s = self.launch_s
+        if self.graph_launch_s is None:
+            self.graph_launch_s = self.launch_s
+        return self
+
+
+class FabricTable(_Table):
+    rack_devices: Count
+    pod_devices: Count
+    oversubscription: Annotated[float, BeforeValidator(_no_bool), Field(ge=1, allow_inf_nan=False)]
+
+
+class ClusterTable(_Table):
+    name: str
+    chip: ChipTable
+    nodes: Count = 1
+    n_devices: Count | None = None
+    node: NodeTable
+    scale_out: LinkTable
+    host: HostTable
+    fabric: FabricTable | None = None

@@ -1,0 +1,197 @@
+"""What one torch operator is to a device: which kernel it launches, how much it computes, and what memory it moves.
+
+Both virtual and real devices record their kernels through this. Flops count a multiply-add as two. Attention counts
+the pairs that it attends (causal: i + 1 keys for query i), four flops a pair and head dim forward and twice that
+backward; that a fused backward computes scores again is a property of the kernel and not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+
+
+class Work(NamedTuple):
+    """flops, bytes of device memory read plus written, and (batch, m, n, k) where tensor cores may serve."""
+
+    flops: int
+    bytes: int
+    dims: tuple[int, ...]
+
+
+class Op:
+    """An operator's standing facts, worked out once.
+
+    Attributes:
+        name: its kernel's name.
+        launches: whether it launches a kernel at all; views and bare allocations do not.
+        fresh: whether its results may be new storages.
+        host_reads: whether the host waits for its value.
+        writes: positions of the arguments it writes in place.
+        count: (args, outputs) -> Work, for operators whose work is more than touching what they are given.
+    """
+
+    __slots__ = ("count", "fresh", "host_reads", "launches", "name", "out_names", "writes")
+
+    def __init__(self, func: Any) -> None:
+        schema, packet = func._schema, func.overloadpacket
+        self.name = packet.__name__
+        written = [a.alias_info is not None and a.alias_info.is_write for a in schema.arguments]
+        views = [r.alias_info is not None and not r.alias_info.is_write for r in schema.returns]
+        self.writes = tuple(i for i, w in enumerate(written) if w and not schema.arguments[i].kwarg_only)
+        self.out_names = tuple(a.name for a, w in zip(schema.arguments, written) if w and a.kwarg_only)
+        self.launches = not (any(views) or packet in FREE or (not schema.returns and not any(written)))
+        # torch.tensor(...) builds its value unseen and then lifts it: its storage is new here, whatever the schema says.
+        lifts = packet is aten.lift_fresh
+        self.fresh = lifts or (not any(views) and not (any(written) and all(r.alias_info for r in schema.returns)))
+        self.host_reads = packet in HOST_READS
+        self.count: Callable[[Sequence[Any], Sequence[Tensor]], Work] | None = COUNTS.get(packet)
+
+
+def op_of(func: Any) -> Op:
+    """The facts about an operator overload, cached."""
+    op = _OPS.get(func)
+    if op is None:
+        op = _OPS[func] = Op(func)
+    return op
+
+
+_OPS: dict[Any, Op] = {}
+FREE = {
+    aten.empty,
+    aten.empty_like,
+    aten.empty_strided,
+    aten.new_empty,
+    aten.new_empty_strided,
+    aten.detach,
+    aten.alias,
+    aten.lift_fresh,
+    aten._unsafe_view,
+    aten._reshape_alias,
+    aten.resize_,
+    aten.set_,
+    aten.is_same_size,
+    aten.is_pinned,
+    aten._has_compatible_shallow_copy_type,
+}
+HOST_READS = {
+    aten._local_scalar_dense,
+    aten.nonzero,
+    aten.equal,
+    aten.is_nonzero,
+    aten.masked_select,
+    aten._unique2,
+    aten.unique_dim,
+    aten.unique_consecutive,
+    aten.allclose,
+}
+
+
+def default_work(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Work:
+    """Reads every input and writes every output once, one flop for every element of the largest of them."""
+    moved = most = 0
+    for t in inputs:
+        moved += t.nbytes
+        n = t.numel()
+        if n > most:
+            most = n
+    for t in outputs:
+        moved += t.nbytes
+        n = t.numel()
+        if n > most:
+            most = n
+    return Work(most, moved, ())
+
+
+def _matmul(a: Tensor, b: Tensor, out: Tensor, extra: int = 0) -> Work:
+    *batch, m, k = a.shape
+    n = b.shape[-1]
+    count = batch[0] if batch else 1
+    return Work(2 * count * m * n * k, a.nbytes + b.nbytes + out.nbytes + extra, (count, m, n, k))
+
+
+def _vector(a: Tensor, b: Tensor, out: Tensor) -> Work:
+    return Work(2 * a.numel(), a.nbytes + b.nbytes + out.nbytes, ())
+
+
+def pairs(queries: int, keys: int, causal: bool) -> int:
+    """How many (query, key) pairs are attended; causal masks count keys 0 to i for query i."""
+    if not causal:
+        return queries * keys
+    square = min(queries, keys)
+    return square * (square + 1) // 2 + (queries - square) * keys
+
+
+def _attention(q: Tensor, k: Tensor, causal: bool, per_pair: int, touched: Sequence[Tensor]) -> Work:
+    batch, heads, s, d = q.shape
+    flops = per_pair * batch * heads * pairs(s, k.shape[2], causal) * d
+    return Work(flops, sum(t.nbytes for t in touched), (batch * heads, s, k.shape[2], d))
+
+
+def _flash(args: Sequence[Any], outs: Sequence[Tensor]) -> Work:
+    q, k, v = args[:3]
+    return _attention(q, k, len(args) > 4 and bool(args[4]), 4, (q, k, v, *outs))
+
+
+def _flash_backward(args: Sequence[Any], outs: Sequence[Tensor]) -> Work:
+    grad, q, k, v, out, lse = args[:6]
+    return _attention(q, k, bool(args[7]), 8, (grad, q, k, v, out, lse, *outs))
+
+
+def _rows(args: Sequence[Any], outs: Sequence[Tensor]) -> Work:
+    """Picks rows of a table: reads what it picks, not the table."""
+    picked = sum(t.nbytes for t in outs)
+    indices = sum(t.nbytes for t in args[1:] if isinstance(t, Tensor))
+    return Work(0, 2 * picked + indices, ())
+
+
+def _fill(args: Sequence[Any], outs: Sequence[Tensor]) -> Work:
+    return Work(0, sum(t.nbytes for t in outs), ())
+
+
+def _copy(args: Sequence[Any], outs: Sequence[Tensor]) -> Work:
+    return Work(0, args[1].nbytes + args[0].nbytes, ())
+
+
+def _convert(args: Sequence[Any], outs: Sequence[Tensor]) -> Work:
+    return Work(0, sum(t.nbytes for t in args if isinstance(t, Tensor)) + sum(t.nbytes for t in outs), ())
+
+
+def _registered(packet: Any) -> Callable[[Sequence[Any], Sequence[Tensor]], Work]:
+    """torch's own formula, for operators that have one there (convolutions)."""
+
+    def count(args: Sequence[Any], outs: Sequence[Tensor]) -> Work:
+        from torch.utils.flop_counter import flop_registry
+
+        touched = [t for t in args if isinstance(t, Tensor)]
+        out_val = outs[0] if len(outs) == 1 else tuple(outs)
+        return Work(int(flop_registry[packet](*args, out_val=out_val)), default_work(touched, outs).bytes, ())
+
+    return count
+
+
+FILLS = (
+    *(aten.zeros, aten.ones, aten.full, aten.zeros_like, aten.ones_like, aten.full_like, aten.new_zeros, aten.new_ones),
+    *(aten.new_full, aten.zero_, aten.fill_, aten.arange, aten.scalar_tensor, aten.rand, aten.randn, aten.randint),
+    *(aten.rand_like, aten.randn_like, aten.normal_, aten.uniform_, aten.bernoulli_),
+)
+COUNTS: dict[Any, Callable[[Sequence[Any], Sequence[Tensor]], Work]] = {
+    aten.mm: lambda args, outs: _matmul(args[0], args[1], outs[0]),
+    aten.addmm: lambda args, outs: _matmul(args[1], args[2], outs[0], args[0].nbytes),
+    aten.bmm: lambda args, outs: _matmul(args[0], args[1], outs[0]),
+    aten.baddbmm: lambda args, outs: _matmul(args[1], args[2], outs[0], args[0].nbytes),
+    aten.mv: lambda args, outs: _vector(args[0], args[1], outs[0]),
+    aten.dot: lambda args, outs: _vector(args[0], args[1], outs[0]),
+    aten._scaled_dot_product_flash_attention_for_cpu: _flash,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: _flash_backward,
+    **dict.fromkeys((aten.embedding, aten.index_select, aten.gather, aten.index), _rows),
+    **dict.fromkeys(FILLS, _fill),
+    aten.copy_: _copy,
+    **dict.fromkeys((aten.clone, aten._to_copy, aten.cat, aten.stack), _convert),
+    aten.convolution: _registered(aten.convolution),
+}

@@ -1,0 +1,205 @@
+"""The timeline as a picture: what every stream of every rank does, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from emu.view.bars import COMMUNICATION, COMPUTE, MOST_RANKS, WAITING, Look, Row, sample_ranks, timeline_rows
+from emu.view.style import FAINT_INK, INK, PHASE_COLOURS, Paint, communication_paint, drawing
+from emu.view.units import time_text, time_unit
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from emu.cost.timeline import Timeline
+
+COLUMNS = 3000  # about two to a pixel of a picture of ordinary width
+BAR_HEIGHT = 0.74
+RANK_GAP = 0.35  # extra room between the rows of two ranks, in rows
+
+
+def timeline_figure(
+    timeline: Timeline,
+    ranks: Sequence[int] | None = None,
+    width: float = 11.0,
+    title: str | None = None,
+    window: tuple[float, float] | None = None,
+) -> Figure:
+    """Draws streams x ranks over time: kernels coloured by phase, communication hatched, idle time left empty.
+
+    A collective that holds its stream but waits for other ranks is outlined in grey. More than 16 ranks are sampled,
+    and the picture says so; name `ranks` to see others. Any number of kernels can be drawn.
+
+    Args:
+        timeline: a priced trace.
+        ranks: which ranks, top to bottom; None means all, or 16 of them.
+        width: of the figure in inches.
+        title: None writes the step time and the cluster.
+        window: show only from this to that time, in seconds.
+
+    Raises:
+        ValueError: a rank that the trace does not have, or a window that ends before it begins.
+    """
+    from matplotlib.figure import Figure
+
+    have = list(timeline.trace.events)
+    missing = [rank for rank in ranks or () if rank not in timeline.trace.events]
+    if missing:
+        raise ValueError(f"the timeline has no rank {missing[0]}; it has {_some(have)}")
+    if window is not None and not window[0] < window[1]:
+        raise ValueError(f"the window {window} ends before it begins; give (start_s, end_s) with start_s < end_s")
+    shown = list(ranks) if ranks is not None else sample_ranks(have)
+    start_s, end_s = window or (0.0, timeline.step_time_s or 1e-6)
+    rows = timeline_rows(timeline, shown, np.linspace(start_s, end_s, COLUMNS + 1))
+    with drawing():
+        places = _places(rows)
+        height = (max(places) + 1 if places else 1) * (0.24 if len(rows) <= 16 else 0.17)
+        figure = Figure(figsize=(width, height + 1.55), layout="constrained")
+        axes = figure.add_subplot()
+        unit, unit_s = time_unit(end_s)
+        looks = _draw_bars(axes, rows, places, unit_s)
+        _draw_marks(axes, timeline, rows, places, unit_s, (start_s, end_s))
+        axes.set_xlim(start_s / unit_s, end_s / unit_s)
+        axes.set_ylim((max(places) + 0.6) if places else 1, -0.6)
+        axes.set_xlabel(f"time ({unit})")
+        _label_rows(axes, rows, places)
+        if not looks:
+            axes.text(0.5, 0.5, "nothing ran on any stream", transform=axes.transAxes, ha="center", color=FAINT_INK)
+        heading = title
+        if heading is None:
+            heading = f"{time_text(timeline.step_time_s)} on {timeline.cluster.name}"
+            if len(shown) < len(have):
+                heading += f": {len(shown)} of {len(have)} ranks shown"
+        axes.set_title(heading, loc="left", pad=16)
+        _legend(figure, looks)
+    return figure
+
+
+def _some(ranks: Sequence[int]) -> str:
+    if not ranks:
+        return "none"
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"{len(ranks)} ranks, {min(ranks)} to {max(ranks)}"
+
+
+def _places(rows: Sequence[Row]) -> list[float]:
+    """The height of each row from the top, with some room between ranks."""
+    places: list[float] = []
+    for i, row in enumerate(rows):
+        step = 0.0 if i == 0 else 1.0 + (RANK_GAP if row.rank != rows[i - 1].rank else 0.0)
+        places.append((places[-1] if places else 0.0) + step)
+    return places
+
+
+def _paint(look: Look) -> Paint:
+    if look.part == COMPUTE:
+        return Paint(PHASE_COLOURS.get(look.label, PHASE_COLOURS[""]), "")
+    return communication_paint(look.label)
+
+
+def _draw_bars(axes: Axes, rows: Sequence[Row], places: Sequence[float], unit_s: float) -> list[Look]:
+    """One collection of rectangles per look, in the order of the legend, which is returned."""
+    from matplotlib.collections import PolyCollection
+
+    corners: dict[Look, list[np.ndarray]] = {}
+    for row, place in zip(rows, places, strict=True):
+        axes.axhline(place + BAR_HEIGHT / 2, color="#e6e6e6", linewidth=0.5, zorder=0)
+        for look, bars in row.bars.items():
+            left, right = bars[:, 0] / unit_s, bars[:, 1] / unit_s
+            top, bottom = np.full_like(left, place - BAR_HEIGHT / 2), np.full_like(left, place + BAR_HEIGHT / 2)
+            boxes = np.stack([left, bottom, left, top, right, top, right, bottom], axis=1).reshape(-1, 4, 2)
+            corners.setdefault(look, []).append(boxes)
+    looks = sorted(corners, key=_rank_of_look)
+    for look in looks:
+        style = {"facecolors": "none", "edgecolors": "#9a9a9a", "linewidths": 0.6}
+        if look.part != WAITING:
+            paint = _paint(look)
+            style = {"facecolors": paint.colour, "edgecolors": "none" if not paint.hatch else INK, "linewidths": 0.0}
+            if paint.hatch:
+                style["hatch"] = paint.hatch
+        boxes = PolyCollection(np.concatenate(corners[look]), label=_name(look), **style)  # type: ignore[arg-type]
+        axes.add_collection(boxes, autolim=False)
+    return looks
+
+
+def _rank_of_look(look: Look) -> tuple[int, int, str]:
+    """Compute in the order of a step, then communication by name, then waiting."""
+    phases = list(PHASE_COLOURS)
+    phase = phases.index(look.label) if look.part == COMPUTE and look.label in phases else len(phases)
+    return (COMPUTE, COMMUNICATION, WAITING).index(look.part), phase, look.label
+
+
+def _name(look: Look) -> str:
+    if look.part == WAITING:
+        return "waiting for other ranks"
+    return look.label or "outside any phase"
+
+
+def _draw_marks(
+    axes: Axes, timeline: Timeline, rows: Sequence[Row], places: Sequence[float], unit_s: float, window: tuple[float, float]
+) -> None:
+    """A thin line at every mark, across the rows of its rank; names above the first rank, where there is room."""
+    free_from = -np.inf
+    room = (window[1] - window[0]) / 90  # about the width of a letter
+    for rank in dict.fromkeys(row.rank for row in rows):
+        own = [place for row, place in zip(rows, places, strict=True) if row.rank == rank]
+        marks = [(name, at) for name, at in timeline.marks(rank) if window[0] <= at <= window[1]]
+        if not marks:
+            continue
+        times = np.array([at for _, at in marks]) / unit_s
+        axes.vlines(times, min(own) - 0.55, max(own) + 0.55, colors=INK, linewidths=0.6, label="_marks", zorder=3)
+        if rank != rows[0].rank:
+            continue
+        for name, at in sorted(marks, key=lambda mark: mark[1]):
+            shown = name if len(name) <= 24 else name[:23] + "…"
+            if at < free_from:
+                continue
+            right = at + room * len(shown) > window[1]  # it would run out of the picture: write it to the left
+            axes.annotate(
+                shown,
+                (at / unit_s, 1.0),
+                xycoords=("data", "axes fraction"),
+                xytext=(-2 if right else 2, 2),
+                textcoords="offset points",
+                ha="right" if right else "left",
+                fontsize=7.5,
+                color=FAINT_INK,
+            )
+            free_from = at + room * (len(shown) + 1)
+
+
+def _label_rows(axes: Axes, rows: Sequence[Row], places: Sequence[float]) -> None:
+    axes.set_yticks(places, [row.stream or "no work" for row in rows])
+    axes.tick_params(axis="y", length=0)
+    for rank in dict.fromkeys(row.rank for row in rows):
+        own = [place for row, place in zip(rows, places, strict=True) if row.rank == rank]
+        axes.annotate(
+            f"rank {rank}",
+            (0, sum(own) / len(own)),
+            xycoords=("axes fraction", "data"),
+            xytext=(-78, 0),
+            textcoords="offset points",
+            ha="right",
+            va="center",
+            fontweight="bold",
+        )
+    axes.spines["left"].set_visible(False)
+
+
+def _legend(figure: Figure, looks: Sequence[Look]) -> None:
+    from matplotlib.patches import Patch
+
+    handles = []
+    for look in looks:
+        if look.part == WAITING:
+            handles.append(Patch(facecolor="none", edgecolor="#9a9a9a", linewidth=0.6, label=_name(look)))
+        else:
+            paint = _paint(look)
+            handles.append(
+                Patch(facecolor=paint.colour, hatch=paint.hatch, edgecolor=INK, linewidth=0.3, label=_name(look))
+            )
+    if handles:
+        figure.legend(handles=handles, loc="outside lower left", ncols=min(len(handles), 7), handlelength=2.2)

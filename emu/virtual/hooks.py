@@ -1,0 +1,107 @@
+"""Process-wide hooks that torch offers no per-thread form of, in force while any launch is on.
+
+They serve the rank whose thread calls, and do nothing on any other thread.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.modules import module as nn_module
+
+from emu.virtual.tracker import Tracker
+
+_here = threading.local()  # .tracker: the Tracker of the rank whose thread this is
+
+
+def set_tracker(tracker: Tracker | None) -> None:
+    """Says which rank this thread is; None when it is none any more."""
+    _here.tracker = tracker
+
+
+def _tracker() -> Tracker | None:
+    return getattr(_here, "tracker", None)
+
+
+class TorchHooks:
+    """Module scopes, parameters, optimizer steps and storage resizes, as torch announces them."""
+
+    users = 0
+    lock = threading.Lock()
+    resize: Any = None
+
+    def __enter__(self) -> TorchHooks:
+        import torch.optim.optimizer as optimizer
+
+        with self.lock:
+            TorchHooks.users += 1
+            if TorchHooks.users == 1:
+                TorchHooks.resize = torch.UntypedStorage.resize_
+                torch.UntypedStorage.resize_ = _resize  # type: ignore[method-assign,assignment]
+        self._handles = [
+            nn_module.register_module_forward_pre_hook(_before_forward),
+            nn_module.register_module_forward_hook(_after_forward, always_call=True),
+            nn_module.register_module_parameter_registration_hook(_parameter),
+            nn_module.register_module_buffer_registration_hook(_buffer),
+            optimizer.register_optimizer_step_pre_hook(_before_step),
+            optimizer.register_optimizer_step_post_hook(_after_step),
+        ]
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+        with self.lock:
+            TorchHooks.users -= 1
+            if not TorchHooks.users:
+                torch.UntypedStorage.resize_ = TorchHooks.resize  # type: ignore[method-assign]
+
+
+def _before_forward(module: Any, _: Any) -> None:
+    if (tracker := _tracker()) is not None:
+        tracker.names.enter(module)
+
+
+def _after_forward(module: Any, _: Any, __: Any) -> None:
+    if (tracker := _tracker()) is not None:
+        tracker.names.leave()
+
+
+def _parameter(module: Any, name: str, parameter: Any) -> None:
+    if (tracker := _tracker()) is not None and isinstance(parameter, Tensor):
+        tracker.adopt(parameter)
+
+
+def _buffer(module: Any, name: str, buffer: Any) -> None:
+    if (tracker := _tracker()) is not None and isinstance(buffer, Tensor):
+        tracker.account(buffer, "parameters")
+
+
+def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+    if (tracker := _tracker()) is None:
+        return
+    tracker.stepping = True
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            tracker.adopt(p)
+            tracker.gradient(p)
+
+
+def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+    if (tracker := _tracker()) is None:
+        return
+    tracker.stepping = False
+    for state in optimizer.state.values():
+        for value in state.values():
+            if isinstance(value, Tensor):
+                tracker.account(value, "optimizer")
+
+
+def _resize(storage: Any, size: int) -> Any:
+    result = TorchHooks.resize(storage, size)  # type: ignore[attr-defined]
+    if (tracker := _tracker()) is not None:
+        tracker.resized(storage)
+    return result

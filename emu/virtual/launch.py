@@ -1,0 +1,99 @@
+"""Runs a program on virtual devices."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from emu.spmd.mesh import Mesh
+from emu.spmd.rank import Rank
+from emu.trace.trace import Trace
+from emu.virtual.device import VirtualDevice
+from emu.virtual.hooks import TorchHooks, set_tracker
+from emu.virtual.rendezvous import Rendezvous
+from emu.virtual.scheduler import Scheduler
+from emu.virtual.tracker import Tracker
+
+Program = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class VirtualRun:
+    """What came out: results and peak memory (requested bytes) by rank, and the trace."""
+
+    results: list[Any]
+    trace: Trace
+    peak_bytes: list[int]
+
+
+def run_virtual(
+    program: Program,
+    mesh: Mesh,
+    *,
+    capacity_bytes: int | None = None,
+    order: str | int = "program",
+    meta: bool = False,
+    track: bool = True,
+    args: Sequence[Any] = (),
+    within: Callable[[Rank], AbstractContextManager[Any]] = lambda rank: nullcontext(),
+    rendezvous: Callable[[Scheduler], Rendezvous] = Rendezvous,
+    clock: Callable[[Scheduler, VirtualDevice], Callable[[Any], None]] | None = None,
+) -> VirtualRun:
+    """Runs `program(rank, *args)` on every rank of the mesh, one virtual device each.
+
+    Args:
+        capacity_bytes: memory of each device.
+        order: which rank runs when several can: "program", "time", or a seed.
+        meta: shapes only.
+        track: whether to account for kernels, memory and races; without it only communication is recorded.
+        within: entered around each rank's program, on its thread.
+        rendezvous: how the ranks' communications are carried out.
+        clock: for order="time": makes, for a device, the function that prices each event as it happens.
+
+    Raises:
+        whatever the first rank to fail raised, with a note that names the rank; all others are ended first.
+    """
+    scheduler = Scheduler(mesh.size, order)
+    meeting_place = rendezvous(scheduler)
+    devices = [VirtualDevice(rank, capacity_bytes, meeting_place, meta) for rank in range(mesh.size)]
+    results: list[Any] = [None] * mesh.size
+
+    def body(rank: int) -> None:
+        device = devices[rank]
+        me = Rank(rank, mesh, device)
+        with ExitStack() as stack:
+            if meta or track:
+                tracker = Tracker(device, scheduler)
+                set_tracker(tracker)
+                stack.callback(set_tracker, None)
+                stack.enter_context(tracker)
+            if clock is not None:
+                device.clock = clock(scheduler, device)
+            stack.enter_context(within(me))
+            try:
+                results[rank] = program(me, *args)
+            except Exception as error:
+                if hasattr(error, "add_note"):
+                    error.add_note(f"raised in rank {me!r}")  # type: ignore[attr-defined]
+                error.emu_rank = rank  # type: ignore[attr-defined]
+                raise
+        device.end()
+
+    # Garbage cycles would be freed at moments that depend on the process's history; the record must not.
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        with TorchHooks():
+            scheduler.run(body)
+    finally:
+        for device in devices:
+            device.ledger.closed = True
+            device.tracker = None
+            device.clock = None
+        if collecting:
+            gc.enable()
+    events = {device.rank: device.events for device in devices}
+    return VirtualRun(results, Trace(dict(mesh.axes), events), [d.ledger.peak_bytes for d in devices])

@@ -1,0 +1,112 @@
+"""What each collective computes, as plain functions of everyone's tensors.
+
+Reductions run in group order: ((x0 + x1) + x2) + ... . `algorithm="ring"` and "tree" reproduce the order in which
+those algorithms add, chunk by chunk, so that their rounding can be replayed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from emu.spmd.calls import Call
+from emu.spmd.layout import split_sizes
+
+PAIRWISE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": Tensor.add_,
+    "avg": Tensor.add_,
+    "prod": Tensor.mul_,
+    "max": lambda a, b: torch.maximum(a, b, out=a),
+    "min": lambda a, b: torch.minimum(a, b, out=a),
+}
+
+
+def reduced(parts: Sequence[Tensor], op: str, algorithm: str = "") -> Tensor:
+    """The reduction of equal-shaped tensors, as a new contiguous tensor."""
+    if algorithm == "ring" and len(parts) > 1:
+        total = _ring(parts, op)
+    elif algorithm == "tree" and len(parts) > 1:
+        total = _tree([p.clone(memory_format=torch.contiguous_format) for p in parts], op)
+    else:
+        total = parts[0].clone(memory_format=torch.contiguous_format)
+        combine = PAIRWISE[op]
+        for part in parts[1:]:
+            combine(total, part)
+    return total.div_(len(parts)) if op == "avg" else total
+
+
+def _ring(parts: Sequence[Tensor], op: str) -> Tensor:
+    """Chunk c starts at rank c + 1 and collects around the ring until rank c holds its total."""
+    n, combine = len(parts), PAIRWISE[op]
+    out = torch.empty(parts[0].shape, dtype=parts[0].dtype)
+    flat = [p.reshape(-1) for p in parts]
+    cuts = split_sizes(out.numel(), n)
+    pieces = [f.split(cuts) for f in flat]
+    for c, target in enumerate(out.view(-1).split(cuts)):
+        target.copy_(pieces[(c + 1) % n][c])
+        for step in range(2, n + 1):
+            combine(target, pieces[(c + step) % n][c])
+    return out
+
+
+def _tree(parts: list[Tensor], op: str) -> Tensor:
+    """Neighbours in pairs, then pairs of pairs: a binary tree over group ranks."""
+    combine = PAIRWISE[op]
+    while len(parts) > 1:
+        parts = [combine(parts[i], parts[i + 1]) if i + 1 < len(parts) else parts[i] for i in range(0, len(parts), 2)]
+    return parts[0]
+
+
+def cuts_of(call: Call, length: int, n: int) -> list[int]:
+    """Lengths of the pieces of a whole of the given length, stated or even."""
+    return list(call.sizes) if call.sizes is not None else [length // n] * n
+
+
+def carry_out(calls: Sequence[Call]) -> None:
+    """Carries out a collective whose members have all arrived. Calls are in group order; targets are written."""
+    first, n = calls[0], len(calls)
+    sources = [c.source for c in calls]
+    match first.kind:
+        case "barrier":
+            return
+        case "all_reduce" | "reduce":
+            total = reduced(_all(sources), first.op, first.algorithm)
+            for i, c in enumerate(calls):
+                if first.kind == "all_reduce" or i == first.root:
+                    _put(c.target, total)
+        case "broadcast":
+            for i, c in enumerate(calls):
+                if i != first.root:
+                    _put(c.target, sources[first.root])
+        case "all_gather" | "gather":
+            for c in calls:
+                if c.target is not None:
+                    torch.cat(_all(sources), first.dim, out=c.target)
+        case "reduce_scatter":
+            total = reduced(_all(sources), first.op, first.algorithm)
+            for c, piece in zip(calls, total.split(cuts_of(first, total.shape[first.dim], n), first.dim)):
+                _put(c.target, piece)
+        case "scatter":
+            whole = _all(sources)[first.root]
+            for c, piece in zip(calls, whole.split(cuts_of(first, whole.shape[first.dim], n), first.dim)):
+                _put(c.target, piece)
+        case "all_to_all":
+            sent = [s.split(cuts_of(c, s.shape[c.dim], n), c.dim) for c, s in zip(calls, _all(sources))]
+            for i, c in enumerate(calls):
+                _put(c.target, torch.cat([sent[j][i] for j in range(n)], c.dim))
+        case "ring_shift":
+            for i, c in enumerate(calls):
+                _put(c.target, sources[(i - c.by) % n])
+        case kind:
+            raise AssertionError(f"no definition of {kind}")
+
+
+def _all(tensors: Sequence[Tensor | None]) -> list[Tensor]:
+    return [t for t in tensors if t is not None]
+
+
+def _put(target: Tensor | None, value: Tensor | None) -> None:
+    if target is not None and value is not None:
+        target.copy_(value)

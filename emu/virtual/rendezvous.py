@@ -1,0 +1,266 @@
+"""Where ranks meet: collectives and messages are matched here, checked against each other, and carried out.
+
+The last to arrive carries the operation out, on everyone's buffers, outside of every rank's accounting. Nobody's data
+moves before all have arrived and agree.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from emu.spmd.calls import Call, Message
+from emu.spmd.errors import CollectiveMismatch, Deadlock, EmuError, RankLeft
+from emu.virtual.maths import carry_out, cuts_of
+from emu.virtual.scheduler import Scheduler, Thread
+
+if TYPE_CHECKING:
+    from emu.spmd.group import Group
+
+_EMU = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_INSIDE = tuple(os.path.join(_EMU, room) + os.sep for room in ("spmd", "virtual", "parallel", "equivalence", "trace"))
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+
+
+def user_line() -> str:
+    """Where the user's program stands: "file.py:12", the innermost frame that is neither emu's nor torch's."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if not path.startswith(_INSIDE) and not path.startswith(_TORCH) and not path.startswith("<frozen"):
+            return f"{os.path.basename(path)}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return "unknown"
+
+
+class Meeting:
+    """One collective of one group, from its first arrival to its completion."""
+
+    __slots__ = ("calls", "done", "group", "lines", "seq", "waiters")
+
+    def __init__(self, group: Group, seq: int) -> None:
+        self.group = group
+        self.seq = seq
+        self.calls: dict[int, Call] = {}  # by group rank
+        self.lines: dict[int, str] = {}
+        self.waiters: list[int] = []  # global ranks to wake
+        self.done = False
+
+    def missing(self) -> list[int]:
+        return [m for i, m in enumerate(self.group.members) if i not in self.calls]
+
+
+class Half:
+    """One half of a message, until the other half comes."""
+
+    __slots__ = ("done", "line", "message", "peer", "rank", "waiters")
+
+    def __init__(self, message: Message, rank: int, peer: int, line: str) -> None:
+        self.message, self.rank, self.peer, self.line = message, rank, peer, line
+        self.waiters: list[int] = []
+        self.done = False
+
+    def missing(self) -> list[int]:
+        return [] if self.done else [self.peer]
+
+
+class Rendezvous:
+    """All meetings of one launch."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        self._meetings: dict[tuple[Any, int], Meeting] = {}
+        self._halves: dict[tuple[Any, int, int], tuple[deque[Half], deque[Half]]] = {}
+        scheduler.describe = self._deadlock
+
+    def join(self, group: Group, seq: int, call: Call, line: str) -> Meeting:
+        """Adds a rank's call to the seq-th collective of its group; the last one carries it out.
+
+        Raises:
+            CollectiveMismatch: it does not agree with what another member called.
+        """
+        key = (group.key, seq)
+        meeting = self._meetings.get(key)
+        if meeting is None:
+            meeting = self._meetings[key] = Meeting(group, seq)
+        else:
+            self._agree(meeting, group, call, line)
+        meeting.calls[group.rank] = call
+        meeting.lines[group.rank] = line
+        if len(meeting.calls) == group.size:
+            del self._meetings[key]
+            calls = [meeting.calls[i] for i in range(group.size)]
+            tensor = next((t for c in calls for t in (c.source, c.target) if t is not None), None)
+            if tensor is not None and not tensor.is_meta:
+                with torch.no_grad(), torch._C._DisableTorchDispatch():
+                    carry_out(calls)
+            self._complete(meeting)
+            meeting.calls.clear()  # the buffers belong to the ranks again
+        return meeting
+
+    def post(self, group: Group, message: Message, line: str) -> Half:
+        """Posts one half of a message; with both halves there, the data moves.
+
+        Raises:
+            CollectiveMismatch: the halves disagree in shape, dtype or name.
+        """
+        me, peer = group.members[group.rank], group.members[message.peer]
+        sends = message.kind == "send"
+        pair = (group.key, me, peer) if sends else (group.key, peer, me)
+        queues = self._halves.setdefault(pair, (deque(), deque()))
+        half = Half(message, me, peer, line)
+        mine, theirs = queues if sends else queues[::-1]
+        if not theirs:
+            mine.append(half)
+            return half
+        other = theirs.popleft()
+        source, target = (half, other) if sends else (other, half)
+        a, b = source.message.tensor, target.message.tensor
+        if a.shape != b.shape or a.dtype != b.dtype or source.message.name != target.message.name:
+            raise CollectiveMismatch(
+                f"message {pair[1]}->{pair[2]} in group {group.label!r}: rank {pair[1]} sends {_tensor(a)}"
+                f"{_named(source.message.name)} ({source.line}), rank {pair[2]} expects {_tensor(b)}"
+                f"{_named(target.message.name)} ({target.line})",
+                "make both sides name the same shape and dtype, and post messages of a pair in the same order",
+                ranks=(pair[1], pair[2]),
+            )
+        if not a.is_meta:
+            with torch.no_grad(), torch._C._DisableTorchDispatch():
+                b.copy_(a)
+        for end in (half, other):
+            self._complete(end)
+        return half
+
+    def _complete(self, item: Meeting | Half) -> None:
+        item.done = True
+        for rank in sorted(item.waiters):
+            self.scheduler.wake(rank)
+        item.waiters.clear()
+
+    def _agree(self, meeting: Meeting, group: Group, call: Call, line: str) -> None:
+        i, other = next(iter(meeting.calls.items()))
+        mine, theirs = _signature(call), _signature(other)
+        me, them = group.members[group.rank], group.members[i]
+        for field, value in mine.items():
+            if value != theirs.get(field):
+                what = f"{group.label}.{call.kind}" if call.kind == other.kind else f"group {group.label!r}"
+                raise CollectiveMismatch(
+                    f"{what}: collective number {meeting.seq} of {list(group.members)} differs between ranks in its "
+                    f"{field}: rank {them} called {_described(other)} ({meeting.lines[i]}), "
+                    f"rank {me} called {_described(call)} ({line})",
+                    _cure(field),
+                    ranks=(them, me),
+                    field=field,
+                )
+        if call.kind == "all_to_all":
+            for j, other in meeting.calls.items():
+                self._splits(meeting, group, call, j, other)
+
+    def _splits(self, meeting: Meeting, group: Group, call: Call, j: int, other: Call) -> None:
+        """What one rank sends another must be what that one expects."""
+        for (a, i), (b, k) in (((call, group.rank), (other, j)), ((other, j), (call, group.rank))):
+            assert a.source is not None and b.target is not None
+            sent = cuts_of(a, a.source.shape[a.dim], group.size)[k]
+            expected = b.recv_sizes[i] if b.recv_sizes is not None else b.target.shape[b.dim] // group.size
+            if sent != expected:
+                src, dst = group.members[i], group.members[k]
+                raise CollectiveMismatch(
+                    f"{group.label}.all_to_all number {meeting.seq}: pair ({src}->{dst}): rank {src} sent {sent}, "
+                    f"rank {dst} expected {expected}",
+                    "recv_sizes on one side must be send_sizes on the other, transposed",
+                    ranks=(src, dst),
+                    sent=sent,
+                    expected=expected,
+                )
+
+    def _deadlock(self, threads: list[Thread]) -> EmuError:
+        stuck = {t.rank: t.waiting.missing() for t in threads if t.waiting is not None}
+        left = sorted({r for missing in stuck.values() for r in missing if threads[r].done})
+        lines = []
+        for t in threads:
+            if t.waiting is None:
+                continue
+            whom = [f"rank {r}{', which has finished' if threads[r].done else ''}" for r in stuck[t.rank]]
+            lines.append(f"  rank {t.rank} waits in {t.waiting.what} ({t.waiting.where}) for {', '.join(whom)}")
+        shown = lines[:16] + ([f"  ... and {len(lines) - 16} more"] if len(lines) > 16 else [])
+        cycle = _cycle(stuck)
+        loop = f"\n  a circle: {' -> '.join(map(str, [*cycle, cycle[0]]))}" if cycle else ""
+        text = "\n".join(shown) + loop
+        if left:
+            names = ", ".join(map(str, left))
+            return RankLeft(
+                f"deadlock: rank {names} finished while others still wait for it\n{text}",
+                "every rank must call every collective of its groups: give the short rank an empty batch instead of none",
+                waiting=stuck,
+                finished=left,
+            )
+        return Deadlock(
+            f"deadlock: no rank can go on\n{text}",
+            "let both sides call the same collective in the same order; post sends and receives of a pair together "
+            "with exchange([...]), or swap the order on one rank",
+            waiting=stuck,
+            cycle=cycle,
+        )
+
+
+def _cycle(waits_for: dict[int, list[int]]) -> list[int]:
+    """Some circle of ranks that wait for each other, or []."""
+    for start in waits_for:
+        path, at = [start], start
+        while (following := next((r for r in waits_for.get(at, []) if r in waits_for), None)) is not None:
+            if following in path:
+                return path[path.index(following) :]
+            path.append(following)
+            at = following
+    return []
+
+
+def _signature(call: Call) -> dict[str, Any]:
+    """What every member must say alike. A shape counts only as far as members share it."""
+    x = call.source
+    shape: Any = tuple(x.shape) if x is not None else ()
+    if (call.kind in ("all_gather", "gather", "ring_shift") and call.sizes is not None) or call.kind == "all_to_all":
+        shape = (*shape[: call.dim], "any", *shape[call.dim + 1 :])
+    return {
+        "kind": call.kind,
+        "shape": shape,
+        "dtype": None if x is None else x.dtype,
+        "op": call.op,
+        "root": call.root,
+        "dim": call.dim,
+        "sizes": None if call.kind == "all_to_all" else call.sizes,
+        "shift": call.by,
+        "algorithm": call.algorithm,
+        "name": call.name,
+    }
+
+
+def _described(call: Call) -> str:
+    parts = [] if call.source is None else [_tensor(call.source)]
+    parts += [f"op={call.op}"] * bool(call.op) + [f"root={call.root}"] * (call.root >= 0)
+    parts += [f"dim={call.dim}"] * bool(call.dim) + [f"sizes={list(call.sizes or ())}"] * (call.sizes is not None)
+    parts += [f"by={call.by}"] * bool(call.by) + [f"algorithm={call.algorithm}"] * bool(call.algorithm)
+    parts += [f"name={call.name!r}"] * bool(call.name)
+    return f"{call.kind}({', '.join(parts)})"
+
+
+def _tensor(x: torch.Tensor) -> str:
+    return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
+
+
+def _named(name: str) -> str:
+    return f" named {name!r}" if name else ""
+
+
+def _cure(field: str) -> str:
+    return {
+        "kind": "let every rank of the group call the same collectives in the same order; look for one inside a branch "
+        "that only some ranks take",
+        "shape": "give every rank the same shape, or state uneven lengths with sizes=[...]",
+        "dtype": "convert to one dtype before the call",
+        "name": "reduce tensors in the same order on every rank",
+    }.get(field, f"pass the same {field} on every rank")

@@ -1,0 +1,129 @@
+"""Streams and events of a virtual device, and the races that a missing wait makes.
+
+Every stream counts what it is given (its tick) and knows, for every other stream, up to which tick that one's work
+comes before its own: a vector clock, merged by events and waits exactly where CUDA orders streams. A block remembers
+who wrote and who read it last, so a use that nothing orders is an error at the line that makes it, whether or not the
+bytes came out right this time. As long as a device has one stream there is nothing to check and nothing is.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from emu.spmd.errors import BufferInFlight
+from emu.trace.events import EventRecord, EventWait, HostWait
+
+if TYPE_CHECKING:
+    from emu.virtual.device import VirtualDevice
+    from emu.virtual.hbm import Block
+
+DEFAULT = "default"
+
+
+class VirtualStream:
+    """A queue of kernels on a virtual device."""
+
+    def __init__(self, name: str, device: VirtualDevice) -> None:
+        self.name = name
+        self.tick = 0
+        self.seen: dict[str, int] = dict(device.host_seen)
+        self._device = device
+        self._outer: list[VirtualStream] = []
+
+    def __enter__(self) -> VirtualStream:
+        self._outer.append(self._device.stream_now)
+        self._device.stream_now = self
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._device.stream_now = self._outer.pop()
+
+    def point(self) -> dict[str, int]:
+        """All that comes before whatever this stream is given next."""
+        return {**self.seen, self.name: self.tick}
+
+    def merge(self, point: dict[str, int]) -> None:
+        seen = self.seen
+        for name, tick in point.items():
+            if name != self.name and seen.get(name, -1) < tick:
+                seen[name] = tick
+
+    def record_event(self) -> VirtualEvent:
+        return VirtualEvent(self._device).record(self)
+
+    def wait_event(self, event: VirtualEvent) -> None:
+        event.wait(self)
+
+    def wait_stream(self, other: VirtualStream) -> None:
+        other.record_event().wait(self)
+
+    def synchronize(self) -> None:
+        self._device.host_wait(self, "synchronize")
+
+    def __repr__(self) -> str:
+        return f"Stream({self.name!r} of rank {self._device.rank})"
+
+
+class VirtualEvent:
+    """A point on a stream. Waiting for one that was never recorded waits for nothing, as in CUDA."""
+
+    def __init__(self, device: VirtualDevice) -> None:
+        self._device = device
+        self._point: dict[str, int] | None = None
+        self._stream: VirtualStream | None = None
+        self.number = 0
+
+    def record(self, stream: VirtualStream | None = None) -> VirtualEvent:
+        stream = stream or self._device.stream_now
+        self.number = self._device.next_event()
+        self._point, self._stream = stream.point(), stream
+        self._device.events.append(EventRecord(self.number, stream.name))
+        return self
+
+    def wait(self, stream: VirtualStream | None = None) -> None:
+        stream = stream or self._device.stream_now
+        if self._point is not None:
+            stream.merge(self._point)
+            self._device.events.append(EventWait(self.number, stream.name))
+
+    def synchronize(self) -> None:
+        if self._point is not None and self._stream is not None:
+            self._device.host_sees(self._point)
+            self._device.events.append(HostWait(self._stream.name, "event"))
+
+
+def check_use(device: VirtualDevice, block: Block, stream: VirtualStream, writes: bool, what: str, where: Any) -> None:
+    """Notes that `stream` uses a block, and raises BufferInFlight if nothing orders it after an earlier use.
+
+    Args:
+        what: the use in words, for this and later messages.
+        where: the line of the user's program, or None.
+    """
+    name, seen = stream.name, stream.seen
+    before = block.writer or (DEFAULT, device.alone_until, "an earlier kernel", None)
+    if before[0] != name and seen.get(before[0], 0) < before[1]:
+        raise _race(device, block, stream, "writes" if writes else "reads", what, "writes", before)
+    if writes:
+        for before in (block.readers or {}).values():
+            if before[0] != name and seen.get(before[0], 0) < before[1]:
+                raise _race(device, block, stream, "writes", what, "reads", before)
+        block.writer, block.readers = (name, stream.tick, what, where), None
+    else:
+        if block.readers is None:
+            block.readers = {}
+        block.readers[name] = (name, stream.tick, what, where)
+
+
+def _race(
+    device: VirtualDevice, block: Block, stream: VirtualStream, verb: str, what: str, did: str, before: tuple[Any, ...]
+) -> BufferInFlight:
+    other, _, earlier, where = before
+    buffer = f"{block.bytes} bytes of {block.category}{' of ' + block.scope if block.scope else ''}"
+    line = f" (issued at {where})" if where else ""
+    return BufferInFlight(
+        f"rank {device.rank}: {what} on stream {stream.name!r} {verb} a buffer ({buffer}) that {earlier} on stream "
+        f"{other!r}{line} still {did}: nothing orders the two",
+        f"wait first: work.wait() for a collective, or make stream {stream.name!r} wait for an event recorded on {other!r}",
+        rank=device.rank,
+        streams=(other, stream.name),
+    )

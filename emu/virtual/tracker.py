@@ -1,0 +1,319 @@
+"""What a virtual device notices of the ops a rank runs: kernels, storages, whose tensors, which streams.
+
+One dispatch mode per rank thread, below autograd. This is the hot path: an op costs what this adds to it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from emu.spmd.errors import CrossRankAccess, DataDependent
+from emu.trace.events import Kernel
+from emu.trace.ops import Op, default_work, op_of
+from emu.virtual.device import VirtualDevice, refuse_trainable
+from emu.virtual.hbm import Block
+from emu.virtual.names import Names
+from emu.virtual.rendezvous import user_line
+from emu.virtual.streams import check_use
+
+if TYPE_CHECKING:
+    from emu.virtual.scheduler import Scheduler
+
+_dtypes: dict[torch.dtype, str] = {}
+_node = torch._C._current_autograd_node
+_grad = torch.is_grad_enabled
+
+
+class Tracker(TorchDispatchMode):
+    """Accounts for everything one rank's program does."""
+
+    def __init__(self, device: VirtualDevice, scheduler: Scheduler) -> None:
+        super().__init__()
+        self.device = device
+        self.names = Names()
+        self.category: str | None = None  # overrides the category of what is allocated
+        self.stepping = False  # inside an optimizer's step
+        self._scheduler = scheduler
+        self._ledger = device.ledger
+        self._events = device.events
+        self._backward = False
+        self._meta = device.torch_device.type == "meta"
+        self._kernel: _OneKernel | None = None
+        device.tracker = self
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        scheduler = self._scheduler
+        if scheduler.preempts or scheduler.ending:
+            scheduler.before_op(self.device.rank)
+        op = op_of(func)
+        ledger = self._ledger
+        if self._meta:
+            args, kwargs = self._without_values(func, op, args, kwargs)
+
+        inputs: list[Tensor] = []
+        for a in args:
+            if isinstance(a, Tensor):
+                inputs.append(a)
+            elif type(a) is list or type(a) is tuple:
+                inputs.extend(t for t in a if isinstance(t, Tensor))
+        if kwargs:
+            inputs.extend(t for t in kwargs.values() if isinstance(t, Tensor))
+        learns = False
+        for t in inputs:
+            if t.requires_grad:
+                learns = True
+            block = getattr(t.untyped_storage(), "_emu", None)
+            if block is None or block.ledger is not ledger:
+                self.foreign(t, op.writes and any(t is args[i] for i in op.writes if i < len(args)), op.name)
+            elif type(t) is nn.Parameter and not block.watched:
+                self.adopt(t, block)
+
+        out = func(*args, **kwargs) if kwargs else func(*args)
+
+        node = _node()
+        if node is None:
+            if self._backward:
+                self._backward = False
+                self.names.forget()
+            scope = self.names.scope
+            grad = _grad()
+            phase = "optimizer" if self.stepping else "forward" if learns and grad else ""
+        else:
+            if not self._backward:
+                self._backward = True
+                ledger.keep_temporaries()
+            grad = _grad()
+            if grad:
+                phase, scope = "recompute", self.names.scope
+            else:
+                phase, scope = "backward", self.names.of_node(node)
+
+        if type(out) is Tensor:
+            outputs: Any = (out,)
+        elif type(out) is tuple or type(out) is list:
+            outputs = [t for t in out if isinstance(t, Tensor)]
+        else:
+            outputs = (out,) if isinstance(out, Tensor) else ()
+        device = self.device
+        stream = device.stream_now
+        kernel = self._kernel
+        if op.fresh:
+            for t in outputs:
+                storage = t.untyped_storage()
+                if getattr(storage, "_emu", None) is None:
+                    if kernel is not None:
+                        kernel.made.append(weakref.ref(storage))
+                    else:
+                        category = self.category or ("activations" if grad and not self.stepping else "temporary")
+                        ledger.alloc(storage, category, scope, stream.name)
+        elif op.name == "resize_":
+            self.resized(inputs[0].untyped_storage())
+        if device.many_streams:
+            self._order(op, inputs, outputs, args, stream)
+        if self.stepping and all(not t.dim() for t in inputs):
+            return out  # an optimizer counts its steps on the host
+        if op.host_reads:
+            device.host_wait(stream, op.name)
+        if op.launches and (inputs or outputs):
+            if kernel is not None:
+                kernel.saw(op, args, inputs, outputs)
+                return out
+            work = op.count(args, outputs) if op.count is not None else default_work(inputs, outputs)
+            dtype = outputs[0].dtype if outputs else inputs[0].dtype if inputs else torch.float32
+            event = tuple.__new__(
+                Kernel,
+                (op.name, scope, phase, work[0], work[1], _dtypes.get(dtype) or _name(dtype), work[2], stream.name),
+            )
+            self._events.append(event)
+            if device.clock is not None:
+                device.clock(event)
+        return out
+
+    # Whose tensor is it?
+
+    def foreign(self, t: Tensor, writes: bool, what: str) -> Block | None:
+        """A tensor that this device did not make: host data to read, or an error."""
+        storage = t.untyped_storage()
+        block = getattr(storage, "_emu", None)
+        rank = self.device.rank
+        if block is not None and block.ledger is self._ledger:
+            return block
+        if block is not None and not block.ledger.closed:
+            name = f" of {block.scope}" if block.scope else ""
+            raise CrossRankAccess(
+                f"rank {rank}: {what} uses a tensor of shape {tuple(t.shape)} ({block.category}{name}) that lives on rank "
+                f"{block.ledger.rank}",
+                "send it with a collective; a list or module made outside of the program is shared by all ranks",
+                rank=rank,
+                owner=block.ledger.rank,
+            )
+        if not storage.nbytes():
+            return None
+        if t.requires_grad:
+            raise refuse_trainable(t, rank, what)
+        if writes:
+            raise CrossRankAccess(
+                f"rank {rank}: {what} writes into a tensor of shape {tuple(t.shape)} that was not made on this rank: what is "
+                "made outside of the program (or comes from numpy) is host data, which every rank may only read",
+                "clone it first, and write into the clone",
+                rank=rank,
+            )
+        return None
+
+    def adopt(self, parameter: Tensor, block: Block | None = None, scope: str | None = None) -> None:
+        """A storage turns out to hold a parameter; its gradient will be one, too."""
+        block = block or getattr(parameter.untyped_storage(), "_emu", None)
+        if block is None or block.ledger is not self._ledger or block.watched:
+            return
+        block.watched = True
+        self._ledger.recategorise(block, "parameters", scope)
+        if parameter.requires_grad and parameter.is_leaf and not hasattr(parameter, "_emu_watched"):
+            reference = weakref.ref(self)
+            parameter._emu_watched = True  # type: ignore[attr-defined]
+            parameter.register_post_accumulate_grad_hook(lambda p: _gradient(reference(), p))
+
+    def gradient(self, parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            self.account(parameter.grad, "gradients")
+
+    def account(self, t: Tensor, category: str) -> None:
+        """Moves a tensor's storage to a category, if this device has it."""
+        block = getattr(t.untyped_storage(), "_emu", None)
+        if block is not None and block.ledger is self._ledger and block.category != "parameters":
+            self._ledger.recategorise(block, category)
+
+    def resized(self, storage: Any) -> None:
+        block = getattr(storage, "_emu", None)
+        if block is None:
+            self._ledger.alloc(storage, self.category or "temporary", self.names.scope, self.device.stream_now.name)
+        elif block.ledger is self._ledger:
+            self._ledger.resized(block, storage.nbytes(), self.device.stream_now.name)
+
+    def _order(self, op: Op, inputs: list[Tensor], outputs: Any, args: Any, stream: Any) -> None:
+        """Several streams are in use: notes who touches what, and raises on a race."""
+        if not op.launches and not op.host_reads:
+            return
+        stream.tick += 1
+        device = self.device
+        written = {id(args[i].untyped_storage()) for i in op.writes if i < len(args) and isinstance(args[i], Tensor)}
+        fresh = {id(t.untyped_storage()) for t in outputs}
+        for t in inputs:
+            storage = t.untyped_storage()
+            block = getattr(storage, "_emu", None)
+            if block is not None:
+                check_use(device, block, stream, id(storage) in written or id(storage) in fresh, op.name, _Line())
+        for t in outputs:
+            block = getattr(t.untyped_storage(), "_emu", None)
+            if block is not None and block.writer is None:
+                block.writer = (stream.name, stream.tick, op.name, None)
+
+    # One kernel out of many ops.
+
+    @contextmanager
+    def one_kernel(self, name: str, flops: int | None, bytes: int | None) -> Iterator[None]:
+        if self._kernel is not None:  # a kernel inside a kernel is part of it
+            yield
+            return
+        kernel = self._kernel = _OneKernel()
+        try:
+            yield
+        finally:
+            self._kernel = None
+        out_bytes = 0
+        node = _node()
+        for reference in kernel.made:
+            storage = reference()
+            if storage is not None and getattr(storage, "_emu", None) is None:
+                out_bytes += storage.nbytes()
+                category = "activations" if _grad() else "temporary"
+                self._ledger.alloc(storage, category, self.names.scope, self.device.stream_now.name)
+        phase = ("backward" if node is not None else "forward") if not _grad() or node is None else "recompute"
+        event = Kernel(
+            name,
+            self.names.scope,
+            phase,
+            kernel.flops if flops is None else flops,
+            kernel.bytes + out_bytes if bytes is None else bytes,
+            kernel.dtype,
+            (),
+            self.device.stream_now.name,
+        )
+        self._events.append(event)
+        if self.device.clock is not None:
+            self.device.clock(event)
+
+    # Shapes without values.
+
+    def _without_values(self, func: Any, op: Op, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Moves an op onto shapes: host data loses its values, factories make none, generators draw nothing."""
+        if op.host_reads and any(isinstance(a, Tensor) and a.is_meta for a in args):
+            raise DataDependent(
+                f"rank {self.device.rank}: {op.name} at {user_line()} asks for a value, and a shape run has none",
+                "decide from shapes, or run this program with backend='virtual'",
+                rank=self.device.rank,
+            )
+
+        def shape(x: Any) -> Any:
+            if isinstance(x, Tensor):
+                return x if x.is_meta or (not x.dim() and not op.writes) else x.to("meta")
+            if type(x) in (list, tuple):
+                return type(x)(shape(y) for y in x)
+            return x
+
+        kwargs = dict(kwargs or {})
+        if "device" in kwargs or not any(isinstance(a, (Tensor, list, tuple)) for a in args):
+            if any(a.name == "device" for a in func._schema.arguments):
+                kwargs["device"] = self.device.torch_device
+        if kwargs.get("generator") is not None:
+            kwargs["generator"] = None
+        return tuple(shape(a) for a in args), {k: shape(v) for k, v in kwargs.items()}
+
+
+class _OneKernel:
+    """What happens inside rank.kernel(...)."""
+
+    def __init__(self) -> None:
+        self.made: list[weakref.ref[Any]] = []
+        self.flops = self.bytes = 0
+        self.dtype = "float32"
+        self._read: set[int] = set()
+
+    def saw(self, op: Op, args: Any, inputs: list[Tensor], outputs: Any) -> None:
+        work = op.count(args, outputs) if op.count is not None else default_work(inputs, outputs)
+        self.flops += work.flops
+        if outputs:
+            self.dtype = _dtypes.get(outputs[0].dtype) or _name(outputs[0].dtype)
+        for t in inputs:
+            storage = t.untyped_storage()
+            if getattr(storage, "_emu", None) is not None and id(storage) not in self._read:
+                self._read.add(id(storage))
+                self.bytes += t.nbytes
+
+
+class _Line:
+    """The user's line, looked up only if a message needs it; until then it is where this op was called."""
+
+    __slots__ = ("_text",)
+
+    def __init__(self) -> None:
+        self._text = user_line()
+
+    def __str__(self) -> str:
+        return self._text
+
+
+def _gradient(tracker: Tracker | None, parameter: Tensor) -> None:
+    if tracker is not None:
+        tracker.gradient(parameter)
+
+
+def _name(dtype: torch.dtype) -> str:
+    _dtypes[dtype] = str(dtype).removeprefix("torch.")
+    return _dtypes[dtype]
