@@ -1,0 +1,6 @@
+"""Strategies: each turns a plain model into a distributed one. They know torch and spmd, and nothing else."""
+
+from emu.parallel.data import Batch, DataParallel, sum_gradients
+from emu.parallel.plan import Plan, mesh_of, parallelize, parse_mesh
+
+__all__ = ["Batch", "DataParallel", "Plan", "mesh_of", "parallelize", "parse_mesh", "sum_gradients"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections import deque
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -97,7 +98,7 @@ class Rendezvous:
             tensor = next((t for c in calls for t in (c.source, c.target) if t is not None), None)
             if tensor is not None and not tensor.is_meta:
                 with torch.no_grad(), torch._C._DisableTorchDispatch():
-                    carry_out(calls)
+                    self.carry_out(group, calls, line)
             self._complete(meeting)
             meeting.calls.clear()  # the buffers belong to the ranks again
         return meeting
@@ -130,10 +131,18 @@ class Rendezvous:
             )
         if not a.is_meta:
             with torch.no_grad(), torch._C._DisableTorchDispatch():
-                b.copy_(a)
+                self.deliver(group, b, a, source.line)
         for end in (half, other):
             self._complete(end)
         return half
+
+    def carry_out(self, group: Group, calls: Sequence[Call], line: str) -> None:
+        """Moves the data of a collective, outside of every rank's accounting. `line` is the last caller's."""
+        carry_out(calls)
+
+    def deliver(self, group: Group, target: torch.Tensor, source: torch.Tensor, line: str) -> None:
+        """Moves the data of a message. `line` is the sender's."""
+        target.copy_(source)
 
     def _complete(self, item: Meeting | Half) -> None:
         item.done = True

@@ -1,0 +1,119 @@
+"""Comparing what two runs computed: everything by name, each rank's pieces put together by their layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from emu.spmd import EmuError, Grads, Layout, Mesh, ReplicasDisagree
+
+TOLERANCES = {"float64": 1e-12, "float32": 1e-5}
+# A tensor all of whose entries are this much smaller than the largest tensor's counts as truly zero up to rounding (a
+# key bias under softmax): its error is measured against that share of the largest, not against its own noise.
+FLOOR = 1e-3
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One compared tensor: `error` is max|u - v| / max|v|, 0 when every bit is equal."""
+
+    name: str
+    error: float
+    equal: bool
+    why: str = ""
+
+
+def named(result: Any, prefix: str = "") -> dict[str, tuple[Tensor, Layout]]:
+    """Every tensor and number in a result, by its path, with its layout.
+
+    Raises:
+        EmuError: something that cannot be compared.
+    """
+    if isinstance(result, Tensor):
+        return {prefix or "result": (result.detach(), Layout())}
+    if isinstance(result, bool) or result is None or isinstance(result, str):
+        return {}
+    if isinstance(result, (int, float)):
+        return {prefix or "result": (torch.tensor(result, dtype=torch.float64), Layout())}
+    if isinstance(result, Grads):
+        return {_path(prefix, k): (v.detach(), result.layouts.get(k, Layout())) for k, v in result.items()}
+    if isinstance(result, Mapping):
+        items = [(str(key), value) for key, value in result.items()]
+    elif isinstance(result, Sequence):
+        items = [(str(i), value) for i, value in enumerate(result)]
+    else:
+        raise EmuError(
+            f"{prefix or 'the result'} is a {type(result).__name__}, which cannot be compared",
+            "return tensors, numbers, emu.grads(model), or dicts and lists of them",
+        )
+    out: dict[str, tuple[Tensor, Layout]] = {}
+    for key, value in items:
+        out |= named(value, _path(prefix, key))
+    return out
+
+
+def _path(prefix: str, key: str) -> str:
+    return f"{prefix}.{key}" if prefix else key
+
+
+def whole_results(results: Sequence[Any], mesh: Mesh) -> dict[str, Tensor]:
+    """The results of all ranks as whole tensors.
+
+    Raises:
+        ReplicasDisagree: replicas differ, or a rank lacks a tensor that others have.
+    """
+    by_rank = [named(result) for result in results]
+    out: dict[str, Tensor] = {}
+    for name in dict.fromkeys(name for tensors in by_rank for name in tensors):
+        lacking = [rank for rank, tensors in enumerate(by_rank) if name not in tensors]
+        if lacking:
+            raise ReplicasDisagree(
+                f"{name!r} is returned by some ranks but not by rank {', '.join(map(str, lacking))}",
+                "return the same names on every rank",
+                name=name,
+                ranks=tuple(lacking),
+            )
+        layout = by_rank[0][name][1]
+        out[name] = layout.whole({rank: tensors[name][0] for rank, tensors in enumerate(by_rank)}, mesh, name)
+    return out
+
+
+def differences(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> list[Difference]:
+    """Compares by name, in the order of the reference; a tensor that one side lacks counts as zeros there."""
+    scale = max((_largest(v) for v in theirs.values()), default=0.0)
+    out = []
+    for name in dict.fromkeys([*theirs, *ours]):
+        u, v = ours.get(name), theirs.get(name)
+        if u is None or v is None:
+            there = u if u is not None else v
+            assert there is not None
+            zero = not bool(there.any())
+            side = "the program" if u is None else "the reference"
+            out.append(Difference(name, 0.0 if zero else float("inf"), zero, "" if zero else f"{side} has none"))
+        elif u.shape != v.shape:
+            out.append(Difference(name, float("inf"), False, f"shapes {tuple(u.shape)} and {tuple(v.shape)}"))
+        else:
+            out.append(_compare(name, u, v, scale))
+    return out
+
+
+def _compare(name: str, u: Tensor, v: Tensor, scale: float) -> Difference:
+    if torch.equal(u, v):
+        return Difference(name, 0.0, True)
+    u, v = u.double(), v.double()
+    if not bool(u.isfinite().all()) or not bool(v.isfinite().all()):
+        same = bool((u.isfinite() == v.isfinite()).all())
+        return Difference(name, float("inf"), False, "not finite" + (" on both sides" if same else ""))
+    gap = float((u - v).abs().max())
+    below = max(_largest(v), FLOOR * scale)
+    return Difference(name, gap / below if below else float("inf"), False)
+
+
+def _largest(x: Tensor) -> float:
+    finite = x.detach().double().abs()
+    finite = finite[finite.isfinite()]
+    return float(finite.max()) if finite.numel() else 0.0

@@ -1,0 +1,97 @@
+"""The whole state that a rank leaves behind: parameters, gradients, optimizer states and results, as a digest of bits.
+
+Two runs whose ranks leave the same bits are the same run to any check. This decides which mutants are equivalent, and
+knows nothing of how results are compared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.modules import module as nn_module
+
+from emu.equivalence.compare import named
+
+_here = threading.local()  # .keeper: the Keeper of the rank whose thread this is
+
+
+class Keeper:
+    """Holds on to what one rank's program makes, which would die with its last frame."""
+
+    def __init__(self) -> None:
+        self.parameters: list[Tensor] = []
+        self.optimizers: dict[int, Any] = {}
+
+    def digest(self) -> bytes:
+        bits = hashlib.blake2b(digest_size=16)
+        for p in self.parameters:
+            _add(bits, p)
+            _add(bits, p.grad)
+        for optimizer in self.optimizers.values():
+            for state in optimizer.state.values():
+                for key in sorted(state):
+                    _add(bits, state[key])
+        return bits.digest()
+
+
+@contextmanager
+def kept() -> Iterator[Keeper]:
+    """Makes a Keeper for this thread."""
+    _here.keeper = keeper = Keeper()
+    try:
+        yield keeper
+    finally:
+        _here.keeper = None
+
+
+@contextmanager
+def keeping() -> Iterator[None]:
+    """While it is on, torch announces parameters and optimizers to the Keeper of the thread that makes them."""
+    import torch.optim.optimizer as optimizer
+
+    handles = [
+        nn_module.register_module_parameter_registration_hook(_parameter),
+        optimizer.register_optimizer_step_post_hook(_stepped),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def digest_of(result: Any) -> bytes:
+    """The bits of a program's result."""
+    bits = hashlib.blake2b(digest_size=16)
+    for name, (tensor, _) in named(result).items():
+        bits.update(name.encode())
+        _add(bits, tensor)
+    return bits.digest()
+
+
+def _add(bits: Any, value: Any) -> None:
+    if isinstance(value, Tensor):
+        with torch.no_grad(), torch._C._DisableTorchDispatch():
+            flat = value.detach().contiguous().reshape(-1)
+            bits.update(f"{value.dtype}{tuple(value.shape)}".encode())
+            bits.update(flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"")
+    else:
+        bits.update(repr(value).encode())
+
+
+def _parameter(module: Any, name: str, parameter: Any) -> None:
+    keeper = getattr(_here, "keeper", None)
+    if keeper is not None and isinstance(parameter, Tensor) and not any(p is parameter for p in keeper.parameters):
+        keeper.parameters.append(parameter)
+
+
+def _stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
+    keeper = getattr(_here, "keeper", None)
+    if keeper is not None:
+        keeper.optimizers[id(optimizer)] = optimizer

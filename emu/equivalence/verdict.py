@@ -1,0 +1,61 @@
+"""What a check found."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a program computes what its reference computes. True if it does (and every mutant that counts was killed).
+
+    Attributes:
+        equivalent: every compared tensor agrees in this tier.
+        tier: "exact" (bit for bit on a fixed-point grid), "float64" (1e-12) or "float32" (1e-5).
+        max_rel_err, worst_parameter: the largest error and where; 0 when all is bit-equal.
+        n_parameters, n_inputs: how many results were compared, and how many of them are gradients of inputs.
+        mutants, mutants_killed, mutants_equivalent: how many deliberately broken runs there were, how many the check
+            noticed, and how many changed no rank's state at all (so that no check could notice them).
+        first_divergence: the first result, in the reference's order, that differs; None if none does.
+        why: in words, for a verdict that is not clean.
+        survivors: mutants that changed a state and went unnoticed.
+        certificate_bits: exact tier only: the bits that the largest sum needed, of 53.
+    """
+
+    equivalent: bool
+    tier: str
+    max_rel_err: float
+    worst_parameter: str | None
+    n_parameters: int
+    n_inputs: int
+    mutants: int = 0
+    mutants_killed: int = 0
+    mutants_equivalent: int = 0
+    first_divergence: str | None = None
+    why: str = ""
+    survivors: list[str] = field(default_factory=list)
+    certificate_bits: float | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def __bool__(self) -> bool:
+        return self.equivalent and not self.survivors
+
+    def __str__(self) -> str:
+        how = {"exact": "bit for bit", "float64": "to 1e-12", "float32": "to 1e-5"}[self.tier]
+        if self.equivalent:
+            text = f"equivalent in tier {self.tier}: {self.n_parameters} results agree {how}"
+            if self.tier != "exact":
+                text += f" (largest error {self.max_rel_err:.1e}, {self.worst_parameter})"
+        else:
+            text = f"NOT equivalent in tier {self.tier}: {self.why}"
+        if self.mutants:
+            real = self.mutants - self.mutants_equivalent
+            text += f"; {self.mutants_killed} of {real} mutants killed"
+            if self.mutants_equivalent:
+                text += f" ({self.mutants_equivalent} more change nothing)"
+        if self.survivors:
+            text += f"\n  went unnoticed: {'; '.join(self.survivors)}"
+        return text

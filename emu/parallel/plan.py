@@ -1,0 +1,93 @@
+"""A plan: which parallelism a model is trained with. Data parallelism is what there is so far."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from emu.parallel.data import DataParallel
+from emu.spmd import Mesh, PlanError, Precision, Rank
+from emu.spmd.precision import PRESETS
+
+AXES = ("dp",)  # the axes that strategies exist for
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How to train a model on a mesh.
+
+    Args:
+        mesh: axes, outermost first, as text: "dp=8".
+        global_batch, seq: sequences in a step, and tokens in each.
+        precision: a preset.
+        seed: of weights and data.
+    """
+
+    mesh: str = "dp=1"
+    global_batch: int = 8
+    seq: int = 32
+    precision: str = "fp32"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        self.axes()
+        for field in ("global_batch", "seq"):
+            value = getattr(self, field)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise PlanError(f"{field}={value!r} is not a whole number of at least 1", f"say {field}=8", field=field)
+        if self.precision not in PRESETS:
+            raise PlanError(
+                f"there is no precision {self.precision!r}", f"use one of {', '.join(PRESETS)}", field="precision"
+            )
+
+    def axes(self) -> dict[str, int]:
+        """Axis -> size, outermost first.
+
+        Raises:
+            PlanError: not of the form "dp=2,tp=4", or an axis that no strategy exists for yet.
+        """
+        axes = parse_mesh(self.mesh)
+        for axis, size in axes.items():
+            if axis not in AXES and size > 1:
+                nearest = ",".join(f"{a}={n}" for a, n in axes.items() if a in AXES) or "dp=1"
+                raise PlanError(
+                    f"mesh={self.mesh}: there is no strategy for axis {axis!r} (size {size}) yet, only for {', '.join(AXES)}",
+                    f"the nearest plan is mesh={nearest}; your own program may use any axis: emu verify --program",
+                    field="mesh",
+                    nearest=nearest,
+                )
+        return axes
+
+    def precision_roles(self) -> Precision:
+        return Precision.preset(self.precision)
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """Axis sizes from text such as "dp=2,tp=4".
+
+    Raises:
+        PlanError: anything else; says which part.
+    """
+    axes: dict[str, int] = {}
+    for part in filter(None, (p.strip() for p in text.split(","))):
+        axis, _, size = part.partition("=")
+        axis = axis.strip()
+        if not axis.isidentifier() or not size.strip().isdecimal() or int(size) < 1 or axis in axes:
+            raise PlanError(
+                f"mesh={text!r}: {part!r} is not an axis with a size of at least 1, named once",
+                'write the mesh as "dp=2,tp=4", outermost axis first',
+                field="mesh",
+            )
+        axes[axis] = int(size)
+    return axes
+
+
+def mesh_of(plan: Plan, on: object = None) -> Mesh:
+    """The mesh that a plan asks for."""
+    return Mesh(on=on, **plan.axes())
+
+
+def parallelize(model: nn.Module, plan: Plan, rank: Rank) -> DataParallel:
+    """The distributed form of a plain model on one rank of the plan's mesh."""
+    return DataParallel(model, rank, *(axis for axis in AXES if axis in rank.mesh.axes))
