@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from dataclasses import dataclass
 from itertools import pairwise
@@ -85,6 +86,8 @@ def explain(e: ValidationError, file: File) -> HardwareError:
         hint = f"Did you mean {' or '.join(near)}?" if near else f"Known here: {', '.join(known)}."
         return file.error(field, f"{field} = {value!r} is not a field.", hint + more, value)
     what = first["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+    if isinstance(value, float) and not math.isfinite(value):
+        what = "a finite number"
     what = what if first["type"] == "value_error" else f"it should be {what}"
     return file.error(field, f"{field} = {value!r} cannot be: {what}.", f"Give {_kind(field)}.{more}", value)
 
@@ -117,8 +120,7 @@ def _memory(table: ClusterTable, file: File) -> None:
     chip = table.chip
     if chip.l2_bytes is not None and chip.l2_bytes > chip.hbm_bytes:
         message = f"chip.l2_bytes = {chip.l2_bytes:g} is more than chip.hbm_bytes = {chip.hbm_bytes:g}."
-        field = "chip.l2_bytes" if file.line_of("chip.l2_bytes") != file.line_of("chip") else "chip.hbm_bytes"
-        raise file.error(field, message, "Both are in bytes: correct the unit of one of them.", chip.hbm_bytes)
+        raise file.error("chip.l2_bytes", message, "Both are in bytes: correct the unit of one of them.", chip.l2_bytes)
 
 
 def _count(table: ClusterTable, file: File) -> None:

@@ -149,7 +149,7 @@ def test_a_wrong_file_is_refused_with_file_line_field_and_value(tmp_path, case):
     assert field in str(e)
     assert e.hint and e.hint in str(e)
     if e.value is not None:
-        assert str(e.value)[:3] in str(e)
+        assert repr(e.value) in str(e) or f"{e.value:g}" in str(e)
     assert "pydantic" not in str(e)
 
 
