@@ -14,7 +14,7 @@ from torch import Tensor
 
 from emu.spmd.calls import Call
 from emu.virtual.maths import cuts_of
-from emu.virtual.rendezvous import Rendezvous
+from emu.virtual.rendezvous import Rendezvous, call_site
 from emu.virtual.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -65,6 +65,8 @@ def sample(mutants: Sequence[Mutant], n: int) -> list[Mutant]:
 class Observed(Rendezvous):
     """Notes where the program communicates."""
 
+    line_of = staticmethod(call_site)
+
     def __init__(self, scheduler: Scheduler) -> None:
         super().__init__(scheduler)
         self.sites: dict[Site, None] = {}
@@ -81,6 +83,8 @@ class Observed(Rendezvous):
 
 class Broken(Rendezvous):
     """Carries communications out, those of one site wrongly."""
+
+    line_of = staticmethod(call_site)
 
     def __init__(self, scheduler: Scheduler, mutant: Mutant) -> None:
         super().__init__(scheduler)

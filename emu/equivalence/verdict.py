@@ -14,7 +14,7 @@ class Verdict:
         equivalent: every compared tensor agrees in this tier.
         tier: "exact" (bit for bit on a fixed-point grid), "float64" (1e-12) or "float32" (1e-5).
         max_rel_err, worst_parameter: the largest error and where; 0 when all is bit-equal.
-        n_parameters, n_inputs: how many results were compared, and how many of them are gradients of inputs.
+        n_parameters, n_inputs: how many tensors were compared beside the loss: gradients of inputs, and all others.
         mutants, mutants_killed, mutants_equivalent: how many deliberately broken runs there were, how many the check
             noticed, and how many changed no rank's state at all (so that no check could notice them).
         first_divergence: the first result, in the reference's order, that differs; None if none does.
@@ -46,7 +46,7 @@ class Verdict:
     def __str__(self) -> str:
         how = {"exact": "bit for bit", "float64": "to 1e-12", "float32": "to 1e-5"}[self.tier]
         if self.equivalent:
-            text = f"equivalent in tier {self.tier}: {self.n_parameters} results agree {how}"
+            text = f"equivalent in tier {self.tier}: {self.n_parameters + self.n_inputs} tensors agree {how}"
             if self.tier != "exact":
                 text += f" (largest error {self.max_rel_err:.1e}, {self.worst_parameter})"
         else:

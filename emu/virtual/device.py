@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 from emu.spmd.calls import Call, Message, Work
 from emu.spmd.errors import CrossRankAccess
-from emu.trace.events import Collective, Event, Free, HostWait, Mark, Transfer, Wait
+from emu.trace.events import Event, Free, HostWait, Mark, Transfer
+from emu.virtual.clock import Clock
 from emu.virtual.hbm import Ledger
-from emu.virtual.rendezvous import Half, Meeting, Rendezvous, user_line
-from emu.virtual.scheduler import Waiting
+from emu.virtual.rendezvous import Rendezvous, described
 from emu.virtual.streams import DEFAULT, VirtualEvent, VirtualStream, check_use
+from emu.virtual.works import CollectiveWork, MessagesWork, dtype_name, recorded
 
 if TYPE_CHECKING:
     from emu.spmd.group import Group
@@ -48,7 +49,7 @@ class VirtualDevice:
         self._sequence: dict[Any, int] = {}
         self._works = self._event_count = 0
         self._on_current = False
-        self.clock: Any = None  # prices events as they happen, for order="time"
+        self.clock: Clock | None = None  # for order="time"
 
     # The Device protocol.
 
@@ -90,8 +91,6 @@ class VirtualDevice:
         for s in self._streams.values() if stream is None else (stream,):
             self.host_sees(s.point())
         self.events.append(HostWait("" if stream is None else stream.name, reason))
-        if self.clock is not None:
-            self.clock(self.events[-1])
 
     def host_sees(self, point: dict[str, int]) -> None:
         for name, tick in point.items():
@@ -127,7 +126,7 @@ class VirtualDevice:
 
     def collective(self, group: Group, call: Call) -> Work:
         self.rendezvous.scheduler.before_op(self.rank)
-        line = user_line()
+        line = self.rendezvous.line_of()
         seq = self._sequence[group.key] = self._sequence.get(group.key, -1) + 1
         stream = self._communicates(group.label)
         what = f"{group.label}.{call.kind} number {seq}"
@@ -136,15 +135,14 @@ class VirtualDevice:
         self._use(call.source, stream, call.target is call.source, what, line)
         if call.target is not call.source:
             self._use(call.target, stream, True, what, line)
-        self.events.append(_recorded(group, call, seq, stream.name, self.stream_now.name, work))
-        if self.clock is not None:
-            self.clock(self.events[-1])
+        event = recorded(group, call, seq, stream.name, self.stream_now.name, work)
+        self.events.append(event)
         meeting = self.rendezvous.join(group, seq, call, line)
-        return CollectiveWork(self, meeting, what, line, work, stream, call)
+        return CollectiveWork(self, meeting, what, line, event, stream, call)
 
     def messages(self, group: Group, messages: list[Message]) -> Work:
         self.rendezvous.scheduler.before_op(self.rank)
-        line, parts = user_line(), []
+        line, parts = self.rendezvous.line_of(), []
         alone = self._on_current and len(messages) == 1
         for m in messages:
             me, peer = self.rank, group.members[m.peer]
@@ -154,27 +152,18 @@ class VirtualDevice:
             pair = (group.key, me, peer) if sends else (group.key, peer, me)
             seq = self._sequence[(*pair, m.kind)] = self._sequence.get((*pair, m.kind), -1) + 1
             self._works += 1
-            what = f"{group.label}.{m.kind} number {seq} {'to' if sends else 'from'} rank {peer} of {_size(m.tensor)}"
+            what = (
+                f"{group.label}.{m.kind} number {seq} {'to' if sends else 'from'} rank {peer} of {described(m.tensor)}"
+            )
             what += f" {m.name!r}" if m.name else ""
             self._use(m.tensor, stream, not sends, what, line)
-            self.events.append(
-                Transfer(
-                    m.kind,
-                    group.label,
-                    pair[1],
-                    pair[2],
-                    seq,
-                    m.tensor.nbytes,
-                    _dtype(m.tensor),
-                    stream.name,
-                    self.stream_now.name,
-                    self._works,
-                    m.name,
-                )
+            after = self.stream_now.name
+            event = Transfer(
+                *(m.kind, group.label, pair[1], pair[2], seq, m.tensor.nbytes, dtype_name(m.tensor)),
+                *(stream.name, after, self._works, m.name),
             )
-            if self.clock is not None:
-                self.clock(self.events[-1])
-            parts.append((what, stream, stream.point() if self.many_streams else {}, self._works, m))
+            self.events.append(event)
+            parts.append((what, event, stream.point() if self.many_streams else {}, m.tensor))
         halves = [self.rendezvous.post(group, m, line) for m in messages]
         return MessagesWork(self, [(half, *part) for half, part in zip(halves, parts)], line)
 
@@ -199,114 +188,6 @@ class VirtualDevice:
         if self.many_streams:
             stream.tick += 1
             check_use(self, block, stream, writes, what, line)
-
-
-class CollectiveWork(Work):
-    """A collective under way on this rank."""
-
-    def __init__(
-        self,
-        device: VirtualDevice,
-        meeting: Meeting,
-        what: str,
-        line: str,
-        number: int,
-        stream: VirtualStream,
-        call: Call,
-    ) -> None:
-        self._device, self._meeting, self._call = device, meeting, call
-        self._what, self._line, self._number, self._stream = what, line, number, stream.name
-        self._point = stream.point() if device.many_streams else {}
-
-    def done(self) -> bool:
-        return self._meeting.done
-
-    def wait(self) -> Any:
-        _stand_still(self._device, self._meeting, self._what, self._line)
-        _ordered(self._device, self._stream, self._number, self._point)
-        return self._call.target
-
-
-class MessagesWork(Work):
-    """Some messages under way; the result is their tensors."""
-
-    def __init__(self, device: VirtualDevice, parts: list[tuple[Any, ...]], line: str) -> None:
-        self._device, self._parts, self._line = device, parts, line
-
-    def done(self) -> bool:
-        return all(part[0].done for part in self._parts)
-
-    def wait(self) -> list[Tensor]:
-        for half, what, *_ in self._parts:
-            _stand_still(self._device, half, what, self._line)
-        for _, _, stream, point, number, _ in self._parts:
-            _ordered(self._device, stream.name, number, point)
-        return [part[-1].tensor for part in self._parts]
-
-
-def _stand_still(device: VirtualDevice, item: Meeting | Half, what: str, line: str) -> None:
-    if item.done:
-        return
-    item.waiters.append(device.rank)
-    scheduler = device.rendezvous.scheduler
-    scheduler.block(device.rank, Waiting(what, line, item.missing), lambda: item.done)
-
-
-def _ordered(device: VirtualDevice, stream: str, number: int, point: dict[str, int]) -> None:
-    """The current stream waits for a work on another one."""
-    if stream == device.stream_now.name:
-        return
-    device.stream_now.merge(point)
-    device.events.append(Wait(number, device.stream_now.name))
-    if device.clock is not None:
-        device.clock(device.events[-1])
-
-
-def _recorded(group: Group, call: Call, seq: int, stream: str, after: str, work: int) -> Collective:
-    """The event for a call. Its bytes are the whole message: the larger of what is read and what is written."""
-    tensor = call.source if call.source is not None else call.target
-    read = call.source.nbytes if call.source is not None else 0
-    written = call.target.nbytes if call.target is not None else 0
-    size, sizes = max(read, written), ()
-    if call.kind == "all_to_all":
-        size = read
-    elif call.kind == "gather":
-        size = read * group.size if call.sizes is None else 0
-    if tensor is not None and (call.sizes is not None or call.kind == "all_to_all"):
-        length = tensor.shape[call.dim] if tensor.dim() else 1
-        row = (
-            read // length
-            if length
-            else (written // call.target.shape[call.dim] if written and call.target is not None else 0)
-        )
-        cut = call.sizes if call.sizes is not None else (length // group.size,) * group.size
-        sizes = tuple(n * row for n in cut)
-        if call.kind == "gather":
-            size = sum(sizes)
-    return Collective(
-        call.kind,
-        group.label,
-        group.members,
-        seq,
-        size,
-        sizes,
-        "" if tensor is None else _dtype(tensor),
-        call.op,
-        call.algorithm,
-        call.root,
-        stream,
-        after,
-        work,
-        call.name,
-    )
-
-
-def _dtype(x: Tensor) -> str:
-    return str(x.dtype).removeprefix("torch.")
-
-
-def _size(x: Tensor) -> str:
-    return f"{_dtype(x)}{list(x.shape)}"
 
 
 def refuse_trainable(x: Tensor, rank: int, what: str) -> CrossRankAccess:

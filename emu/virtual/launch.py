@@ -11,6 +11,7 @@ from typing import Any
 from emu.spmd.mesh import Mesh
 from emu.spmd.rank import Rank
 from emu.trace.trace import Trace
+from emu.virtual.clock import Clock
 from emu.virtual.device import VirtualDevice
 from emu.virtual.hooks import TorchHooks, set_tracker
 from emu.virtual.rendezvous import Rendezvous
@@ -40,7 +41,7 @@ def run_virtual(
     args: Sequence[Any] = (),
     within: Callable[[Rank], AbstractContextManager[Any]] = lambda rank: nullcontext(),
     rendezvous: Callable[[Scheduler], Rendezvous] = Rendezvous,
-    clock: Callable[[Scheduler, VirtualDevice], Callable[[Any], None]] | None = None,
+    seconds: Callable[[Any], float] | None = None,
 ) -> VirtualRun:
     """Runs `program(rank, *args)` on every rank of the mesh, one virtual device each.
 
@@ -51,7 +52,7 @@ def run_virtual(
         track: whether to account for kernels, memory and races; without it only communication is recorded.
         within: entered around each rank's program, on its thread.
         rendezvous: how the ranks' communications are carried out.
-        clock: for order="time": makes, for a device, the function that prices each event as it happens.
+        seconds: for order="time": what a kernel, collective or transfer lasts.
 
     Raises:
         whatever the first rank to fail raised, with a note that names the rank; all others are ended first.
@@ -70,8 +71,8 @@ def run_virtual(
                 set_tracker(tracker)
                 stack.callback(set_tracker, None)
                 stack.enter_context(tracker)
-            if clock is not None:
-                device.clock = clock(scheduler, device)
+            if seconds is not None:
+                device.clock = Clock(scheduler, rank, seconds)
             stack.enter_context(within(me))
             try:
                 results[rank] = program(me, *args)

@@ -23,25 +23,31 @@ if TYPE_CHECKING:
     from emu.spmd.group import Group
 
 _EMU = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_INSIDE = tuple(os.path.join(_EMU, room) + os.sep for room in ("spmd", "virtual", "parallel", "equivalence", "trace"))
+_MACHINERY = tuple(os.path.join(_EMU, room) + os.sep for room in ("spmd", "virtual"))
+_INSIDE = (*_MACHINERY, *(os.path.join(_EMU, room) + os.sep for room in ("parallel", "equivalence", "trace")))
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 
 
-def user_line() -> str:
+def user_line(inside: tuple[str, ...] = _INSIDE) -> str:
     """Where the user's program stands: "file.py:12", the innermost frame that is neither emu's nor torch's."""
     frame = sys._getframe(1)
     while frame is not None:
         path = frame.f_code.co_filename
-        if not path.startswith(_INSIDE) and not path.startswith(_TORCH) and not path.startswith("<frozen"):
+        if not path.startswith(inside) and not path.startswith(_TORCH) and not path.startswith("<frozen"):
             return f"{os.path.basename(path)}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return "unknown"
 
 
+def call_site() -> str:
+    """Where a communication was called, strategies included."""
+    return user_line(_MACHINERY)
+
+
 class Meeting:
     """One collective of one group, from its first arrival to its completion."""
 
-    __slots__ = ("calls", "done", "group", "lines", "seq", "waiters")
+    __slots__ = ("calls", "done", "group", "lines", "seq", "start_s", "waiters")
 
     def __init__(self, group: Group, seq: int) -> None:
         self.group = group
@@ -50,6 +56,7 @@ class Meeting:
         self.lines: dict[int, str] = {}
         self.waiters: list[int] = []  # global ranks to wake
         self.done = False
+        self.start_s = 0.0  # when, by the ranks' clocks, the last of them came
 
     def missing(self) -> list[int]:
         return [m for i, m in enumerate(self.group.members) if i not in self.calls]
@@ -58,19 +65,22 @@ class Meeting:
 class Half:
     """One half of a message, until the other half comes."""
 
-    __slots__ = ("done", "line", "message", "peer", "rank", "waiters")
+    __slots__ = ("done", "line", "message", "peer", "rank", "start_s", "waiters")
 
     def __init__(self, message: Message, rank: int, peer: int, line: str) -> None:
         self.message, self.rank, self.peer, self.line = message, rank, peer, line
         self.waiters: list[int] = []
         self.done = False
+        self.start_s = 0.0
 
     def missing(self) -> list[int]:
         return [] if self.done else [self.peer]
 
 
 class Rendezvous:
-    """All meetings of one launch."""
+    """All meetings of one launch. `line_of` tells where a communication was called, for messages."""
+
+    line_of = staticmethod(user_line)
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
@@ -92,6 +102,7 @@ class Rendezvous:
             self._agree(meeting, group, call, line)
         meeting.calls[group.rank] = call
         meeting.lines[group.rank] = line
+        meeting.start_s = max(meeting.start_s, self.scheduler.threads[group.members[group.rank]].clock_s)
         if len(meeting.calls) == group.size:
             del self._meetings[key]
             calls = [meeting.calls[i] for i in range(group.size)]
@@ -114,6 +125,7 @@ class Rendezvous:
         pair = (group.key, me, peer) if sends else (group.key, peer, me)
         queues = self._halves.setdefault(pair, (deque(), deque()))
         half = Half(message, me, peer, line)
+        half.start_s = self.scheduler.threads[me].clock_s
         mine, theirs = queues if sends else queues[::-1]
         if not theirs:
             mine.append(half)
@@ -123,8 +135,8 @@ class Rendezvous:
         a, b = source.message.tensor, target.message.tensor
         if a.shape != b.shape or a.dtype != b.dtype or source.message.name != target.message.name:
             raise CollectiveMismatch(
-                f"message {pair[1]}->{pair[2]} in group {group.label!r}: rank {pair[1]} sends {_tensor(a)}"
-                f"{_named(source.message.name)} ({source.line}), rank {pair[2]} expects {_tensor(b)}"
+                f"message {pair[1]}->{pair[2]} in group {group.label!r}: rank {pair[1]} sends {described(a)}"
+                f"{_named(source.message.name)} ({source.line}), rank {pair[2]} expects {described(b)}"
                 f"{_named(target.message.name)} ({target.line})",
                 "make both sides name the same shape and dtype, and post messages of a pair in the same order",
                 ranks=(pair[1], pair[2]),
@@ -132,6 +144,7 @@ class Rendezvous:
         if not a.is_meta:
             with torch.no_grad(), torch._C._DisableTorchDispatch():
                 self.deliver(group, b, a, source.line)
+        half.start_s = other.start_s = max(half.start_s, other.start_s)
         for end in (half, other):
             self._complete(end)
         return half
@@ -249,7 +262,7 @@ def _signature(call: Call) -> dict[str, Any]:
 
 
 def _described(call: Call) -> str:
-    parts = [] if call.source is None else [_tensor(call.source)]
+    parts = [] if call.source is None else [described(call.source)]
     parts += [f"op={call.op}"] * bool(call.op) + [f"root={call.root}"] * (call.root >= 0)
     parts += [f"dim={call.dim}"] * bool(call.dim) + [f"sizes={list(call.sizes or ())}"] * (call.sizes is not None)
     parts += [f"by={call.by}"] * bool(call.by) + [f"algorithm={call.algorithm}"] * bool(call.algorithm)
@@ -257,7 +270,7 @@ def _described(call: Call) -> str:
     return f"{call.kind}({', '.join(parts)})"
 
 
-def _tensor(x: torch.Tensor) -> str:
+def described(x: torch.Tensor) -> str:
     return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
 
 

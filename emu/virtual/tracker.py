@@ -133,7 +133,7 @@ class Tracker(TorchDispatchMode):
             )
             self._events.append(event)
             if device.clock is not None:
-                device.clock(event)
+                device.clock.kernel(event)
         return out
 
     # Whose tensor is it?
@@ -247,7 +247,7 @@ class Tracker(TorchDispatchMode):
         )
         self._events.append(event)
         if self.device.clock is not None:
-            self.device.clock(event)
+            self.device.clock.kernel(event)
 
     # Shapes without values.
 

@@ -1,0 +1,261 @@
+"""Checking a program against a reference: both run again, in the tier's arithmetic, and everything is compared.
+
+The reference is a program, too, run on one device: nothing of what distributes the work is in it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from emu.equivalence.compare import TOLERANCES, Difference, differences, whole_results
+from emu.equivalence.exact import Certificate, ExactMode, round_to_grid
+from emu.equivalence.mutants import Broken, Mutant, Observed, mutants_of, sample
+from emu.equivalence.state import Keeper, digest_of, keeping, kept
+from emu.equivalence.verdict import Verdict
+from emu.spmd import EmuError, Mesh, Rank, ReplicasDisagree
+from emu.virtual.launch import Program, VirtualRun, run_virtual
+from emu.virtual.rendezvous import Rendezvous
+from emu.virtual.scheduler import Scheduler
+
+TIERS = ("exact", "float64", "float32")
+GRIDS = ((16, 28), (12, 26))  # (values, gradients): the finer first; the coarser leaves room for longer sums
+SAMPLE = 8  # mutants that "sampled" runs
+
+
+def check(
+    program: Program,
+    mesh: Mesh,
+    reference: Program,
+    *,
+    args: Sequence[Any] = (),
+    tier: str = "exact",
+    mutants: str | int = "sampled",
+    progress: Callable[[str], None] = lambda text: None,
+) -> Verdict:
+    """Whether `program` on `mesh` computes what `reference` computes on one device.
+
+    Args:
+        program: `program(rank, *args)`; what it returns is compared: tensors, numbers, `emu.grads(model)`, or dicts and
+            lists of them. A tensor without a layout is a replica: every rank must return the same.
+        reference: `reference(rank, *args)` on a mesh of one rank with the same axes; or `reference(*args)` without rank.
+        tier: "exact", "float64" or "float32".
+        mutants: "none", "sampled", "all", or how many.
+
+    Raises:
+        EmuError: an unknown tier, a reference that is none, or results that cannot be compared; whatever either raises.
+    """
+    if tier not in TIERS:
+        raise EmuError(f"there is no tier {tier!r}", f"use one of {', '.join(TIERS)}")
+    if not callable(reference):
+        raise EmuError(
+            f"the reference is a {type(reference).__name__}, not a program",
+            "pass a function reference(rank) that computes the same on one device",
+        )
+    alone = Mesh(**dict.fromkeys(mesh.axes, 1))
+    single = _with_rank(reference, len(args))
+    with keeping():
+        for values, gradients in GRIDS if tier == "exact" else ((0, 0),):
+            arithmetic = _Arithmetic(tier, values, gradients)
+            progress("reference")
+            right, certificate = arithmetic.certified(single, alone, args)
+            if certificate is None or certificate.holds:
+                break
+        else:
+            raise EmuError(
+                f"sums are too long for the exact tier: they need {GRIDS[-1]}-grids and {certificate.limit} bits, "
+                f"{-certificate.margin:.1f} too many",
+                'use a smaller batch or model, or tier="float64"',
+            )
+        progress("program")
+        base = arithmetic.run(program, mesh, args, Observed)
+        verdict = _compare(base.run, mesh, right, arithmetic)
+        verdict = replace(
+            verdict, certificate_bits=max(certificate.bits.values(), default=0.0) if certificate else None
+        )
+        if verdict.equivalent:
+            chosen = _chosen(mutants, mutants_of(list(base.meeting_place.sites)))
+            verdict = _score(verdict, chosen, program, mesh, args, base, right, arithmetic, progress)
+    return verdict
+
+
+class _Outcome:
+    """A run, the bits that every rank left behind, and where its ranks met."""
+
+    def __init__(self, run: VirtualRun, states: list[bytes], meeting_place: Any) -> None:
+        self.run, self.states, self.meeting_place = run, states, meeting_place
+
+
+class _Arithmetic:
+    """How a tier computes, and how it compares."""
+
+    def __init__(self, tier: str, values: int, gradients: int) -> None:
+        self.tier, self.values, self.gradients = tier, values, gradients
+        self.dtype = torch.float32 if tier == "float32" else torch.float64
+
+    def certified(
+        self, single: Program, alone: Mesh, args: Sequence[Any]
+    ) -> tuple[dict[str, Tensor], Certificate | None]:
+        """The reference's results, and in the exact tier the proof that its sums were exact."""
+        modes: list[ExactMode] = []
+        outcome = self.run(single, alone, args, Rendezvous, modes)
+        return whole_results(outcome.run.results, alone), modes[0].certificate() if modes else None
+
+    def run(
+        self,
+        program: Program,
+        mesh: Mesh,
+        args: Sequence[Any],
+        meeting_place: Callable[[Scheduler], Rendezvous],
+        certifying: list[ExactMode] | None = None,
+    ) -> _Outcome:
+        places: list[Rendezvous] = []
+        states: dict[int, bytes] = {}
+
+        def meet(scheduler: Scheduler) -> Rendezvous:
+            places.append(meeting_place(scheduler))
+            return places[0]
+
+        @contextmanager
+        def within(rank: Rank) -> Iterator[None]:
+            with kept() as keeper:
+                if self.tier == "exact":
+                    mode = ExactMode(self.values, self.gradients, certify=certifying is not None)
+                    if certifying is not None:
+                        certifying.append(mode)
+                    with mode:
+                        yield
+                else:
+                    yield
+                states[rank.id] = Keeper.digest(keeper)
+
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(self.dtype)
+        try:
+            run = run_virtual(program, mesh, track=False, args=args, within=within, rendezvous=meet)
+        finally:
+            torch.set_default_dtype(before)
+        return _Outcome(run, [states[r] + digest_of(run.results[r]) for r in range(mesh.size)], places[0])
+
+    def agrees(self, difference: Difference) -> bool:
+        if difference.equal:
+            return True
+        return self.tier != "exact" and difference.error <= TOLERANCES[self.tier]
+
+    def comparable(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Losses and input gradients mix sums of grid numbers, and so are compared on the grid (exact tier)."""
+        if self.tier != "exact":
+            return dict(tensors)
+        return {
+            name: round_to_grid(t, self.gradients) if t.is_floating_point() and (not t.dim() or _is_input(name)) else t
+            for name, t in tensors.items()
+        }
+
+
+def _is_input(name: str) -> bool:
+    return name.split(".")[0] == "inputs"
+
+
+def _with_rank(reference: Program, n_args: int) -> Program:
+    """A reference may leave out the rank."""
+    try:
+        inspect.signature(reference).bind(None, *[None] * n_args)
+    except TypeError:
+        return lambda rank, *args: reference(*args)
+    except ValueError:
+        pass
+    return reference
+
+
+def _compare(run: VirtualRun, mesh: Mesh, right: Mapping[str, Tensor], arithmetic: _Arithmetic) -> Verdict:
+    n_inputs = sum(map(_is_input, right))
+    verdict = Verdict(False, arithmetic.tier, 0.0, None, len(right) - n_inputs - ("loss" in right), n_inputs)
+    if not right:
+        return replace(verdict, why="the reference returns nothing to compare: return emu.grads(model), or tensors")
+    try:
+        ours = whole_results(run.results, mesh)
+    except ReplicasDisagree as error:
+        name = getattr(error, "name", None)
+        return replace(verdict, max_rel_err=float("inf"), worst_parameter=name, first_divergence=name, why=str(error))
+    found = differences(arithmetic.comparable(ours), arithmetic.comparable(right))
+    worst = max(found, key=lambda d: d.error)
+    verdict = replace(verdict, max_rel_err=worst.error, worst_parameter=worst.name)
+    wrong = [d for d in found if not arithmetic.agrees(d)]
+    if wrong:
+        first = wrong[0]
+        why = f"{len(wrong)} of {len(found)} results differ, first {first.name!r} ({first.why or _size(first.error)})"
+        why += f", most {worst.name!r} ({worst.why or _size(worst.error)})" if worst.name != first.name else ""
+        return replace(verdict, first_divergence=first.name, why=why)
+    if not any(bool(t.any()) for t in right.values()):
+        return replace(
+            verdict, why="every result is zero, which any program can compute: give it a batch with a gradient"
+        )
+    return replace(verdict, equivalent=True)
+
+
+def _size(error: float) -> str:
+    return f"relative error {error:.2g}"
+
+
+def _chosen(mutants: str | int, every: list[Mutant]) -> list[Mutant]:
+    if isinstance(mutants, str) and mutants.isdecimal():
+        mutants = int(mutants)
+    if mutants == "all":
+        return every
+    if mutants == "none":
+        return []
+    if mutants == "sampled":
+        return sample(every, SAMPLE)
+    if isinstance(mutants, int) and not isinstance(mutants, bool) and mutants >= 0:
+        return sample(every, mutants)
+    raise EmuError(f"mutants={mutants!r}", 'use "none", "sampled", "all", or a number')
+
+
+def _score(
+    verdict: Verdict,
+    chosen: Sequence[Mutant],
+    program: Program,
+    mesh: Mesh,
+    args: Sequence[Any],
+    base: _Outcome,
+    right: Mapping[str, Tensor],
+    arithmetic: _Arithmetic,
+    progress: Callable[[str], None],
+) -> Verdict:
+    """Runs the mutants. Whether one is equivalent is decided from states alone, before the check sees it."""
+    killed = equivalent = 0
+    survivors = []
+    for mutant in chosen:
+        progress(f"mutant: {mutant}")
+
+        def broken(scheduler: Scheduler, mutant: Mutant = mutant) -> Rendezvous:
+            return Broken(scheduler, mutant)
+
+        try:
+            outcome = arithmetic.run(program, mesh, args, broken)
+        except Exception:  # a mutant that makes the program fail is noticed
+            killed += 1
+            continue
+        if outcome.states == base.states:
+            equivalent += 1
+        elif _compare(outcome.run, mesh, right, arithmetic).equivalent:
+            survivors.append(str(mutant))
+        else:
+            killed += 1
+    why = (
+        f"{len(survivors)} mutants changed a rank's state unnoticed: the program must return more" if survivors else ""
+    )
+    return replace(
+        verdict,
+        mutants=len(chosen),
+        mutants_killed=killed,
+        mutants_equivalent=equivalent,
+        survivors=survivors,
+        why=why,
+    )

@@ -1,0 +1,122 @@
+"""Communications under way on a rank: waiting for the others, and the record of what was called."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from emu.spmd.calls import Call, Work
+from emu.trace.events import Collective, Transfer, Wait
+from emu.virtual.rendezvous import Half, Meeting
+from emu.virtual.scheduler import Waiting
+
+if TYPE_CHECKING:
+    from emu.spmd.group import Group
+    from emu.virtual.device import VirtualDevice
+    from emu.virtual.streams import VirtualStream
+
+
+class CollectiveWork(Work):
+    """A collective under way on this rank."""
+
+    def __init__(
+        self,
+        device: VirtualDevice,
+        meeting: Meeting,
+        what: str,
+        line: str,
+        event: Collective,
+        stream: VirtualStream,
+        call: Call,
+    ) -> None:
+        self._device, self._meeting, self._call = device, meeting, call
+        self._what, self._line, self._event = what, line, event
+        self._point = stream.point() if device.many_streams else {}
+
+    def done(self) -> bool:
+        return self._meeting.done
+
+    def wait(self) -> Any:
+        _stand_still(self._device, self._meeting, self._what, self._line)
+        _ordered(self._device, self._meeting, self._event, self._point)
+        return self._call.target
+
+
+class MessagesWork(Work):
+    """Some messages under way; the result is their tensors."""
+
+    def __init__(
+        self, device: VirtualDevice, parts: list[tuple[Half, str, Transfer, dict[str, int], Tensor]], line: str
+    ) -> None:
+        self._device, self._parts, self._line = device, parts, line
+
+    def done(self) -> bool:
+        return all(part[0].done for part in self._parts)
+
+    def wait(self) -> list[Tensor]:
+        for half, what, *_ in self._parts:
+            _stand_still(self._device, half, what, self._line)
+        for half, _, event, point, _ in self._parts:
+            _ordered(self._device, half, event, point)
+        return [part[-1] for part in self._parts]
+
+
+def _stand_still(device: VirtualDevice, item: Meeting | Half, what: str, line: str) -> None:
+    if item.done:
+        return
+    item.waiters.append(device.rank)
+    scheduler = device.rendezvous.scheduler
+    scheduler.block(device.rank, Waiting(what, line, item.missing), lambda: item.done)
+
+
+def _ordered(device: VirtualDevice, item: Meeting | Half, event: Collective | Transfer, point: dict[str, int]) -> None:
+    """The current stream waits for a work, if that is on another one."""
+    if device.clock is not None:
+        device.clock.waited(item, event)
+    if event.stream != device.stream_now.name:
+        device.stream_now.merge(point)
+        device.events.append(Wait(event.work, device.stream_now.name))
+
+
+def recorded(group: Group, call: Call, seq: int, stream: str, after: str, work: int) -> Collective:
+    """The event for a call. Its bytes are the whole message: the larger of what is read and what is written."""
+    tensor = call.source if call.source is not None else call.target
+    read = call.source.nbytes if call.source is not None else 0
+    written = call.target.nbytes if call.target is not None else 0
+    size, sizes = max(read, written), ()
+    if call.kind == "all_to_all":
+        size = read
+    elif call.kind == "gather":
+        size = read * group.size if call.sizes is None else 0
+    if tensor is not None and (call.sizes is not None or call.kind == "all_to_all"):
+        length = tensor.shape[call.dim] if tensor.dim() else 1
+        row = (
+            read // length
+            if length
+            else (written // call.target.shape[call.dim] if written and call.target is not None else 0)
+        )
+        cut = call.sizes if call.sizes is not None else (length // group.size,) * group.size
+        sizes = tuple(n * row for n in cut)
+        if call.kind == "gather":
+            size = sum(sizes)
+    return Collective(
+        call.kind,
+        group.label,
+        group.members,
+        seq,
+        size,
+        sizes,
+        "" if tensor is None else dtype_name(tensor),
+        call.op,
+        call.algorithm,
+        call.root,
+        stream,
+        after,
+        work,
+        call.name,
+    )
+
+
+def dtype_name(x: Tensor) -> str:
+    return str(x.dtype).removeprefix("torch.")
