@@ -30,7 +30,7 @@ class Batch:
         if len(x) != len(y):
             raise EmuError(f"a batch of {len(x)} inputs and {len(y)} labels", "give every input row its labels")
         self.x, self.y = x, y
-        self.tokens = int((y != IGNORED).sum()) if tokens is None else tokens
+        self.tokens = _counted(y) if tokens is None else tokens
 
     def shard(self, rank: Rank, *axes: str, sizes: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
         """The rows of one rank, cut over the group along the given axes; a rank may get none.
@@ -52,6 +52,13 @@ class Batch:
         first = sum(cut[: group.rank])
         rows = slice(first, first + cut[group.rank])
         return self.x[rows], self.y[rows]
+
+
+def _counted(y: Tensor) -> int:
+    """How many labels count. Labels are host data: counting them costs the device nothing."""
+    if y.is_meta:
+        raise EmuError("labels without values cannot be counted", "say how many count: Batch(x, y, tokens=...)")
+    return int(((y.cpu() if y.is_cuda else y).numpy() != IGNORED).sum())
 
 
 def sum_gradients(model: nn.Module, group: Group, tokens: int) -> None:

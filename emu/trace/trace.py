@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from emu.trace.events import Collective, Event, Kernel, Transfer
+from emu.trace.events import Collective, Event, Kernel, Mark, Transfer
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,28 @@ class Trace:
             e.name if isinstance(e, Kernel) else f"{e.group}.{e.kind}"  # type: ignore[union-attr]
             for _, e in self.of(Kernel, Collective, Transfer, rank=rank)
         )
+
+    def marks(self) -> list[str]:
+        """The names that the first rank marked, in order."""
+        return [e.name for _, e in self.of(Mark, rank=self.ranks[0])] if self.events else []  # type: ignore[union-attr]
+
+    def window(self, start: str, end: str | None = None) -> Trace:
+        """What every rank did from one mark up to another, or to the end.
+
+        Raises:
+            ValueError: a rank did not mark them in that order; lists the marks there are.
+        """
+        cut: dict[int, Sequence[Event]] = {}
+        for rank, events in self.events.items():
+            at = {e.name: i for i, e in enumerate(events) if type(e) is Mark}
+            last = len(events) if end is None else at.get(end, -1)
+            if start not in at or last < at[start]:
+                raise ValueError(
+                    f"rank {rank} has no marks {start!r} to {end or 'the end'!r}; it marked {', '.join(at) or 'nothing'}: "
+                    "call rank.mark(name) in the program"
+                )
+            cut[rank] = events[at[start] : last]
+        return Trace(self.axes, cut)
 
     def without(self, pattern: str) -> Trace:
         """The same trace with the matching collectives and transfers free of charge: removed, with their waits.

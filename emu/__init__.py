@@ -1,0 +1,78 @@
+"""emu: run real distributed training programs on a cluster that does not exist, and see what they cost.
+
+    mesh = emu.Mesh(dp=8)
+    run = emu.launch(program, mesh)      # program(rank) runs on every rank, with real numbers
+    run.check(reference)                 # is it right?
+    run.memory, run.timeline()           # does it fit, how long does it take?
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from emu import spmd
+
+__version__ = "0.1.0"
+
+# What lies above spmd is loaded when it is first used: a program that only computes pays for nothing else.
+_LAZY = {
+    "Batch": "emu.parallel",
+    "Cluster": "emu.hardware",
+    "DataParallel": "emu.parallel",
+    "Plan": "emu.parallel",
+    "Run": "emu.run",
+    "Verdict": "emu.equivalence",
+    "chip": "emu.hardware",
+    "cluster": "emu.hardware",
+    "launch": "emu.run",
+    "parallelize": "emu.parallel",
+    "verify": "emu.equivalence",
+}
+_SPMD = (
+    "EmuError",
+    "Grads",
+    "Group",
+    "Layout",
+    "Mesh",
+    "Partial",
+    "Precision",
+    "Rank",
+    "Replicate",
+    "Shard",
+    "grads",
+)
+globals().update({name: getattr(spmd, name) for name in _SPMD})
+
+__all__ = ["__version__", "spmd", *_SPMD, *_LAZY]
+
+if TYPE_CHECKING:
+    from emu.equivalence import Verdict, verify
+    from emu.hardware import Cluster, chip, cluster
+    from emu.parallel import Batch, DataParallel, Plan, parallelize
+    from emu.run import Run, launch
+    from emu.spmd import (
+        EmuError,
+        Grads,
+        Group,
+        Layout,
+        Mesh,
+        Partial,
+        Precision,
+        Rank,
+        Replicate,
+        Shard,
+        grads,
+    )
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'emu' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_LAZY[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,261 @@
+"""Launching a program, and what comes of it: the one place that joins devices, traces, prices and checks."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from emu.cost import LAUNCH_MODES, Metrics, Timeline, collective_s, kernel_s, price, transfer_s
+from emu.equivalence import Verdict, check
+from emu.hardware import Cluster, HardwareError, cluster, smallest_cluster
+from emu.real.launch import launch_real, under_torchrun
+from emu.spmd import EmuError, Mesh, Precision
+from emu.trace.events import Collective, Kernel
+from emu.trace.files import TraceError, dumps, loads
+from emu.trace.memory import Memory
+from emu.trace.trace import Trace
+from emu.virtual.launch import Program, run_virtual
+
+BACKENDS = ("auto", "virtual", "shape", "real")
+
+
+def launch(
+    program: Program,
+    mesh: Mesh,
+    *,
+    backend: str = "auto",
+    precision: Precision | str | None = None,
+    order: str | int = "program",
+    launch_mode: str = "eager",
+    track: bool = True,
+    args: Sequence[Any] = (),
+) -> Run:
+    """Runs `program(rank, *args)` on every rank of a mesh.
+
+    Args:
+        backend: "virtual" computes with real numbers on virtual devices; "shape" with shapes alone; "real" on real devices,
+            one process a rank; "auto" is real under torchrun, else virtual.
+        precision: roles' dtypes, or a preset; tensors made without a dtype take that of parameters. None leaves torch's
+            default dtype.
+        order: which virtual rank runs when several can: "program", "time" (earliest virtual time), or a seed.
+        launch_mode: how kernels are launched when the run is priced: "eager", "compiled" or "graph".
+        track: whether kernels, memory and races are accounted for; communication always is.
+
+    Raises:
+        EmuError: a wrong argument; MeshError: more ranks than devices or processes; VirtualOutOfMemory, Deadlock,
+        CollectiveMismatch, BufferInFlight, CrossRankAccess: what the program did wrong; or whatever it raises itself.
+    """
+    if not callable(program):
+        raise EmuError(f"the program is a {type(program).__name__}", "pass a function program(rank)")
+    if not isinstance(mesh, Mesh):
+        raise EmuError(f"the mesh is a {type(mesh).__name__}", "pass a mesh: emu.Mesh(dp=8)")
+    if backend not in BACKENDS:
+        raise EmuError(f"there is no backend {backend!r}", f"use one of {', '.join(BACKENDS)}")
+    if launch_mode not in LAUNCH_MODES:
+        raise EmuError(f"there is no launch mode {launch_mode!r}", f"use one of {', '.join(LAUNCH_MODES)}")
+    if backend == "auto":
+        backend = "real" if under_torchrun() else "virtual"
+    where: Cluster = mesh.on if mesh.on is not None else smallest_cluster(mesh.size)
+    roles = Precision.preset(precision) if precision is not None else None
+    with _default_dtype(roles):
+        if backend == "real":
+            real = launch_real(program, mesh, args, track)
+            results: Mapping[int, Any] | list[Any] = {real.rank: real.result}
+            return Run(program, mesh, where, results, real.trace, launch_mode, args, gather=real.gather)
+        virtual = run_virtual(
+            program,
+            mesh,
+            capacity_bytes=where.chip.hbm_bytes if track else None,
+            order=order,
+            meta=backend == "shape",
+            track=track,
+            args=args,
+            seconds=_seconds(where) if order == "time" else None,
+        )
+    return Run(program, mesh, where, virtual.results, virtual.trace, launch_mode, args)
+
+
+class Run:
+    """What came of a launch.
+
+    Attributes:
+        results: what the program returned, by rank (of a real run: only of this process's rank).
+        trace: what every rank did.
+        memory: device memory over time, by category.
+        mesh, cluster, launch_mode: what it ran on, and how it is priced.
+    """
+
+    def __init__(
+        self,
+        program: Program | None,
+        mesh: Mesh,
+        where: Cluster,
+        results: Mapping[int, Any] | list[Any],
+        trace: Trace,
+        launch_mode: str = "eager",
+        args: Sequence[Any] = (),
+        gather: Callable[[], list[Any]] | None = None,
+    ) -> None:
+        self.program, self.mesh, self.cluster, self.results, self.trace = program, mesh, where, results, trace
+        self.launch_mode = launch_mode
+        self._args, self._gather = args, gather
+        self.memory = Memory(trace, where.chip.hbm_bytes)
+
+    def timeline(self, on: Cluster | str | None = None) -> Timeline:
+        """When everything happens, priced on a cluster: the run's own, or another without running again."""
+        if on is None:
+            return self._timeline
+        return price(self.trace, cluster(on) if isinstance(on, str) else on, self.launch_mode)
+
+    @cached_property
+    def _timeline(self) -> Timeline:
+        return price(self.trace, self.cluster, self.launch_mode)
+
+    @cached_property
+    def metrics(self) -> Metrics:
+        """Step time, utilisation, exposed communication, traffic and peak memory of the whole run."""
+        return self.timeline().metrics()
+
+    def gather_results(self) -> list[Any]:
+        """Every rank's result, in rank order; in a real run every rank must call it."""
+        return self._gather() if self._gather is not None else list(cast("list[Any]", self.results))
+
+    def check(self, reference: Program, tier: str = "exact", mutants: str | int = "sampled", **options: Any) -> Verdict:
+        """Whether the program computes what a reference computes on one device; both run again in the tier's arithmetic.
+
+        Args:
+            reference: a function `reference(rank, *args)`, or `reference(*args)`, that returns the same names.
+            tier: "exact" (bit for bit), "float64" (1e-12) or "float32" (1e-5).
+            mutants: how many broken variants the check must notice: "none", "sampled", "all", or a number.
+        """
+        if self.program is None:
+            raise EmuError("a run that was loaded from a file has no program", "launch the program again, and check that run")
+        return check(self.program, self.mesh, reference, args=self._args, tier=tier, mutants=mutants, **options)
+
+    def without(self, pattern: str) -> Run:
+        """What if: the same run with the matching communication free, e.g. "dp.all_reduce" or "dp.*"."""
+        return self._with(self.trace.without(pattern))
+
+    def window(self, start: str, end: str | None = None) -> Run:
+        """The part of the run between two marks (`rank.mark`), e.g. one step, to be priced alone.
+
+        Memory is that of the whole run: what a step holds was allocated before it.
+        """
+        part = self._with(self.trace.window(start, end))
+        part.memory = self.memory
+        return part
+
+    def _with(self, trace: Trace) -> Run:
+        return Run(self.program, self.mesh, self.cluster, self.results, trace, self.launch_mode, self._args, self._gather)
+
+    def __repr__(self) -> str:
+        return f"Run({self.mesh}, {len(self.trace)} events on {self.cluster.name})"
+
+    # Files: a zip of plain text and safetensors, in which nothing can be executed.
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes results, trace and mesh to a file, whole or not at all.
+
+        Raises:
+            EmuError: a result of a type that cannot be written.
+        """
+        from safetensors.torch import save
+
+        from emu.real.results import encode
+
+        tensors: list[torch.Tensor] = []
+        results = encode(dict(self.results) if isinstance(self.results, Mapping) else list(self.results), tensors)
+        head = {
+            "format": "emu run 1",
+            "axes": dict(self.mesh.axes),
+            "folds": {axis: n for axis, n in self.mesh.folds.items() if axis != "edp"},
+            "cluster": self.cluster.name,
+            "nodes": self.cluster.nodes,
+            "launch_mode": self.launch_mode,
+            "results": results,
+        }
+        blob = io.BytesIO()
+        with zipfile.ZipFile(blob, "w", zipfile.ZIP_DEFLATED) as archive:
+            archive.writestr("run.json", json.dumps(head))
+            archive.writestr("trace.jsonl", dumps(self.trace))
+            archive.writestr("results.safetensors", save({str(i): t.contiguous().clone() for i, t in enumerate(tensors)}))
+        target = Path(path)
+        with tempfile.NamedTemporaryFile(dir=target.parent, prefix=target.name, delete=False) as file:
+            try:
+                file.write(blob.getvalue())
+                file.close()
+                os.replace(file.name, target)
+            except BaseException:
+                os.unlink(file.name)
+                raise
+
+    @staticmethod
+    def load(path: str | os.PathLike[str], on: Cluster | None = None) -> Run:
+        """Reads a saved run. It has no program, so it can be looked at and priced, but not checked.
+
+        Args:
+            on: the cluster, if it is not one that emu knows by name.
+
+        Raises:
+            EmuError: a file that is missing, damaged, or no saved run.
+        """
+        from safetensors.torch import load
+
+        from emu.real.results import decode
+
+        try:
+            with zipfile.ZipFile(path) as archive:
+                head = json.loads(archive.read("run.json"))
+                trace = loads(archive.read("trace.jsonl"))
+                stored = load(archive.read("results.safetensors"))
+            if head["format"] != "emu run 1":
+                raise ValueError(f"its format is {head['format']!r}")
+            mesh = Mesh(**head["axes"], **head["folds"])
+            results = decode(head["results"], [stored[str(i)] for i in range(len(stored))])
+            where = on if on is not None else _named_cluster(head["cluster"], head["nodes"])
+        except (OSError, zipfile.BadZipFile, KeyError, ValueError, TypeError, TraceError, HardwareError) as error:
+            raise EmuError(f"{path} cannot be read as a saved run: {error}", "save it again with run.save(path)") from error
+        except Exception as error:  # safetensors' own error type
+            raise EmuError(f"{path} is damaged: {error}", "save it again with run.save(path)") from error
+        return Run(None, mesh, where, results, trace, head["launch_mode"])
+
+
+def _named_cluster(name: str, nodes: int) -> Cluster:
+    try:
+        return cluster(name)
+    except HardwareError:
+        return cluster(name, nodes=nodes)
+
+
+def _seconds(where: Cluster) -> Callable[[Any], float]:
+    """What an event lasts, for order="time"."""
+
+    def seconds(event: Any) -> float:
+        if type(event) is Kernel:
+            return max(kernel_s(event, where.chip), where.host.launch_s)
+        if type(event) is Collective:
+            return collective_s(event, where)
+        return transfer_s(event, where)
+
+    return seconds
+
+
+@contextmanager
+def _default_dtype(roles: Precision | None) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    if roles is not None:
+        torch.set_default_dtype(cast(torch.dtype, roles.param))
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
