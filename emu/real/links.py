@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
+import torch.distributed
+
+dist: Any = torch.distributed  # its stubs do not export all that it has
 
 
 @dataclass

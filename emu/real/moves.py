@@ -17,13 +17,16 @@ Pieces of unequal length are padded to the longest where a backend wants equal o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
-import torch.distributed as dist
+import torch.distributed
 from torch import Tensor
 
 from emu.real.links import Link
 from emu.spmd.calls import Call
+
+dist: Any = torch.distributed  # its stubs do not know all of its options
 
 FOLDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "sum": torch.add,
@@ -114,9 +117,9 @@ def reduced(link: Link, x: Tensor, op: str, root: int | None = None) -> Tensor |
 
 def _carrier(dtype: torch.dtype, op: str, nccl: bool) -> torch.dtype | None:
     """The dtype in which a reduction travels; None: gather, and reduce here."""
-    if op in ("max", "min") and dtype.is_floating_point or op == "prod" and dtype.is_complex:
+    if (op in ("max", "min") and dtype.is_floating_point) or (op == "prod" and dtype.is_complex):
         return None
-    if dtype in NATIVE or dtype.is_complex and dtype != torch.complex32:
+    if dtype in NATIVE or (dtype.is_complex and dtype != torch.complex32):
         return dtype
     if dtype in (torch.float16, torch.bfloat16):
         return dtype if nccl else torch.float32
@@ -160,7 +163,7 @@ def gathered(link: Link, x: Tensor, shapes: Sequence[Sequence[int]], root: int |
     here = root is None or root == link.rank
     wires = [x.new_empty(most, dtype=torch.uint8) for _ in shapes] if here else []
     if most and root is None:
-        link.data.allgather([wires], [_padded(as_bytes(x), most)], dist.AllgatherOptions()).wait()
+        link.data.allgather([wires], [_padded(as_bytes(x), most)]).wait()
     elif most:
         options = dist.GatherOptions()
         options.rootRank = root

@@ -1,0 +1,170 @@
+"""A rank's communication over torch.distributed: gloo between CPUs, NCCL between GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from emu.real.agree import check_collective, check_message, move_message
+from emu.real.board import Board, Waiting
+from emu.real.lanes import Pending, StreamLane, ThreadLane
+from emu.real.lines import user_line
+from emu.real.links import Links
+from emu.real.moves import move
+from emu.real.records import collective_event, ends, transfer_event
+from emu.spmd.calls import Call, Message, Work
+from emu.spmd.group import Group
+from emu.trace.events import Wait
+
+if TYPE_CHECKING:
+    from emu.real.device import RealDevice
+
+
+class RealChannel:
+    """The Channel of a real device.
+
+    Every group has a lane of its own, and so has each direction between two ranks of a group, as on virtual devices.
+    The backend chooses its algorithm, and with it the order of sums: `algorithm` is compared and recorded, not obeyed.
+
+    Args:
+        device: whose it is; it keeps the streams and the record.
+        links: how members connect.
+        board: what ranks know of each other.
+        checked: whether calls are compared between ranks before data moves (agree.py). Over NCCL each comparison
+            makes the host wait for the other ranks.
+    """
+
+    def __init__(self, device: RealDevice, links: Links, board: Board, checked: bool) -> None:
+        self.checked = checked
+        self._device, self._links, self._board = device, links, board
+        self._lanes: dict[Any, ThreadLane | StreamLane] = {}
+        self._issued = board.issued
+        self._works = 0
+        self._on_current = False
+
+    def empty(self, like: Tensor, shape: tuple[int, ...]) -> Tensor:
+        with torch._C._DisableTorchDispatch():
+            return like.new_empty(shape)
+
+    @contextmanager
+    def synchronous(self) -> Iterator[None]:
+        outer, self._on_current = self._on_current, True
+        try:
+            yield
+        finally:
+            self._on_current = outer
+
+    def collective(self, group: Group, call: Call) -> Work:
+        line, key = user_line(), repr(group.key)
+        seq = self._count(key)
+        device = self._device
+        stream = device.current if self._on_current else group.label
+        self._works += 1
+        device.events.append(collective_event(group, call, seq, stream, device.current, self._works))
+
+        def job() -> None:
+            if group.size == 1:
+                if call.target is not None and call.target is not call.source and call.source is not None:
+                    call.target.copy_(call.source)
+                return
+            link = self._links.of(key, group.members)
+            if self.checked:
+                check_collective(link, group, call, seq, line)
+            move(link, call)
+
+        waiting = Waiting(f"{group.label}.{call.kind} number {seq}", line, seq, dict.fromkeys(group.members, key))
+        pending = self._give(key, stream, job)
+        return self._under_way([(pending, waiting, stream, self._works)], lambda: call.target)
+
+    def messages(self, group: Group, messages: list[Message]) -> Work:
+        line, parts, device = user_line(), [], self._device
+        alone = self._on_current and len(messages) == 1
+        with self._posted_together(group, messages):
+            for m in messages:
+                src, dst = ends(group, m)
+                arrow, peer = ("->", dst) if m.kind == "send" else ("<-", src)
+                stream = device.current if alone else f"{group.label}{arrow}{peer}"
+                pair = f"{group.key!r} {src}->{dst} "
+                other = pair + ("recv" if m.kind == "send" else "send")
+                seq = self._count(pair + m.kind)
+                self._works += 1
+                device.events.append(transfer_event(group, m, seq, stream, device.current, self._works))
+                what = f"{group.label}.{m.kind} number {seq} {'to' if m.kind == 'send' else 'from'} rank {peer}"
+                pending = self._give(pair + m.kind, stream, self._message_job(group, m, src, dst, line))
+                parts.append((pending, Waiting(what, line, seq, {peer: other}), stream, self._works))
+        return self._under_way(parts, lambda: [m.tensor for m in messages])
+
+    def _message_job(self, group: Group, m: Message, src: int, dst: int, line: str) -> Callable[[], None]:
+        def job() -> None:
+            link = self._links.of(_pair(group, src, dst), sorted((src, dst)))
+            if self.checked:
+                check_message(link, group, m, line)
+            move_message(link, m)
+
+        return job
+
+    @contextmanager
+    def _posted_together(self, group: Group, messages: list[Message]) -> Iterator[None]:
+        """NCCL runs what one pair exchanges on one stream, so both directions must be one operation there."""
+        if not self._links.nccl:
+            yield
+            return
+        pairs = {_pair(group, *ends(group, m)): sorted(ends(group, m)) for m in messages}
+        links = [self._links.of(name, members) for name, members in pairs.items()]
+        for link in links:
+            link.data._start_coalescing(self._device.torch_device)
+        yield
+        for link in links:
+            link.data._end_coalescing(self._device.torch_device).wait()
+
+    def _count(self, key: str) -> int:
+        self._issued[key] = self._issued.get(key, 0) + 1
+        return self._issued[key] - 1
+
+    def _give(self, key: str, stream: str, job: Callable[[], None]) -> Pending:
+        if self._links.nccl:
+            return StreamLane(self._device.stream(stream).cuda).submit(job)
+        if key not in self._lanes:
+            self._lanes[key] = ThreadLane(key)
+        return self._lanes[key].submit(job)
+
+    def _under_way(self, parts: list[Any], result: Callable[[], Any]) -> RealWork:
+        work = RealWork(self._device, self._board, parts, result)
+        for _, _, stream, _ in parts:
+            self._device.occupy(stream, work)
+        return work
+
+    def close(self) -> None:
+        """Ends the lanes; nothing may be under way."""
+        for lane in self._lanes.values():
+            lane.close()
+
+
+class RealWork(Work):
+    """Collectives or messages under way on this rank."""
+
+    def __init__(self, device: RealDevice, board: Board, parts: list[Any], result: Callable[[], Any]) -> None:
+        self._device, self._board, self._parts, self._result = device, board, parts, result
+
+    def done(self) -> bool:
+        return all(pending.finished(0) for pending, *_ in self._parts)
+
+    def wait(self) -> Any:
+        self.settle()
+        for _, _, stream, number in self._parts:
+            if stream != self._device.current:
+                self._device.events.append(Wait(number, self._device.current))
+        return self._result()
+
+    def settle(self) -> None:
+        """Waits without recording it."""
+        for pending, waiting, *_ in self._parts:
+            self._board.wait(pending, waiting)
+
+
+def _pair(group: Group, src: int, dst: int) -> str:
+    return f"{group.key!r} {min(src, dst)}-{max(src, dst)}"

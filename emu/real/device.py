@@ -1,0 +1,177 @@
+"""A real device: a CPU process or a GPU, its streams, and the record of what it did."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from emu.real.board import Board
+from emu.real.channel import RealChannel, RealWork
+from emu.real.kernels import Kernels
+from emu.real.links import Links
+from emu.spmd.calls import Channel
+from emu.trace.events import Event, EventRecord, EventWait, HostWait, Mark
+
+DEFAULT = "default"
+
+
+class RealDevice:
+    """The Device of a rank under torch.distributed.
+
+    On CUDA, streams and events are torch's. On a CPU there is one thread of computation, so a kernel on any stream runs
+    at once; only communication is under way while the program goes on. Waiting for a stream, or for an event recorded
+    on it, waits on the host for what communication it was given.
+
+    Memory is not recorded: the record of a real run has kernels, communication, waits and marks.
+
+    Args:
+        torch_device: where tensors live.
+        links, board: how it reaches the other ranks.
+        checked: see RealChannel.
+    """
+
+    def __init__(self, torch_device: torch.device, links: Links, board: Board, checked: bool) -> None:
+        self.torch_device = torch_device
+        self.events: list[Event] = []
+        self.current = DEFAULT
+        self.kernels: Kernels | None = None
+        self._streams: dict[str, RealStream] = {}
+        self._event_count = 0
+        self._under_way: dict[str, list[RealWork]] = {}
+        self._channel = RealChannel(self, links, board, checked)
+        self.channel: Channel = self._channel
+        self.stream(DEFAULT)
+
+    def stream(self, name: str) -> RealStream:
+        if name not in self._streams:
+            self._streams[name] = RealStream(name, self)
+        return self._streams[name]
+
+    def event(self) -> RealEvent:
+        return RealEvent(self)
+
+    def kernel(self, name: str, flops: int | None, bytes: int | None) -> AbstractContextManager[None]:
+        """Only names what runs inside it: on a real device the ops launch as they always do."""
+        return nullcontext() if self.kernels is None else self.kernels.one_kernel(name, flops, bytes)
+
+    def watch(self, module: nn.Module, name: str) -> None:
+        """Nothing: the record of a real run has no module scopes."""
+
+    def mark(self, name: str) -> None:
+        self.events.append(Mark(name))
+
+    def synchronize(self) -> None:
+        for name in list(self._under_way):
+            self.settle(name)
+        if self.torch_device.type == "cuda":
+            torch.cuda.synchronize(self.torch_device)
+        self.events.append(HostWait("", "synchronize"))
+
+    def next_event(self) -> int:
+        self._event_count += 1
+        return self._event_count
+
+    def occupy(self, stream: str, work: RealWork) -> None:
+        """Notes communication under way on a stream."""
+        self._under_way[stream] = [*self.under_way(stream), work]
+
+    def under_way(self, stream: str) -> list[RealWork]:
+        """Communication that the stream was given and that is not over yet."""
+        return [work for work in self._under_way.get(stream, ()) if not work.done()]
+
+    def close(self) -> None:
+        """The end of the program: waits for communication under way, and ends the channel."""
+        for name in list(self._under_way):
+            self.settle(name)
+        self._channel.close()
+
+    def settle(self, stream: str) -> None:
+        """The host waits for a stream's communication."""
+        for work in self._under_way.pop(stream, ()):
+            work.settle()
+
+
+class RealStream:
+    """A named stream: a CUDA stream, or on CPUs a name under which communication is under way."""
+
+    def __init__(self, name: str, device: RealDevice) -> None:
+        self.name = name
+        self.cuda: Any = None
+        if device.torch_device.type == "cuda":
+            where = device.torch_device
+            self.cuda = torch.cuda.current_stream(where) if name == DEFAULT else torch.cuda.Stream(where)
+        self._device = device
+        self._outer: list[tuple[str, Any]] = []
+
+    def __enter__(self) -> RealStream:
+        inner = nullcontext() if self.cuda is None else torch.cuda.stream(self.cuda)
+        inner.__enter__()
+        self._outer.append((self._device.current, inner))
+        self._device.current = self.name
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self._device.current, inner = self._outer.pop()
+        inner.__exit__(*exc)
+
+    def record_event(self) -> RealEvent:
+        return RealEvent(self._device).record(self)
+
+    def wait_event(self, event: RealEvent) -> None:
+        event.wait(self)
+
+    def wait_stream(self, other: RealStream) -> None:
+        other.record_event().wait(self)
+
+    def synchronize(self) -> None:
+        if self.cuda is None:
+            self._device.settle(self.name)
+        else:
+            self.cuda.synchronize()
+        self._device.events.append(HostWait(self.name, "synchronize"))
+
+    def __repr__(self) -> str:
+        return f"Stream({self.name!r})"
+
+
+class RealEvent:
+    """A point on a stream. Waiting for one that was never recorded waits for nothing, as in CUDA."""
+
+    def __init__(self, device: RealDevice) -> None:
+        self._device = device
+        self._cuda: Any = None
+        self._works: list[RealWork] = []
+        self._stream = ""
+        self.number = 0
+
+    def record(self, stream: RealStream | None = None) -> RealEvent:
+        stream = stream or self._device.stream(self._device.current)
+        self.number, self._stream = self._device.next_event(), stream.name
+        if stream.cuda is None:
+            self._works = self._device.under_way(stream.name)
+        else:
+            self._cuda = stream.cuda.record_event()
+        self._device.events.append(EventRecord(self.number, stream.name))
+        return self
+
+    def wait(self, stream: RealStream | None = None) -> None:
+        if not self.number:
+            return
+        stream = stream or self._device.stream(self._device.current)
+        for work in self._works:
+            work.settle()
+        if self._cuda is not None:
+            stream.cuda.wait_event(self._cuda)
+        self._device.events.append(EventWait(self.number, stream.name))
+
+    def synchronize(self) -> None:
+        if not self.number:
+            return
+        for work in self._works:
+            work.settle()
+        if self._cuda is not None:
+            self._cuda.synchronize()
+        self._device.events.append(HostWait(self._stream, "event"))
