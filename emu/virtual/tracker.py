@@ -14,13 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from emu.spmd.errors import CrossRankAccess, DataDependent
+from emu.spmd.errors import CrossRankAccess
 from emu.trace.events import Kernel
 from emu.trace.ops import Op, default_work, op_of
 from emu.virtual.device import VirtualDevice, refuse_trainable
 from emu.virtual.hbm import Block
 from emu.virtual.names import Names
 from emu.virtual.rendezvous import user_line
+from emu.virtual.shapes import META, only_moves, without_values
 from emu.virtual.streams import check_use
 
 if TYPE_CHECKING:
@@ -55,7 +56,9 @@ class Tracker(TorchDispatchMode):
         op = op_of(func)
         ledger = self._ledger
         if self._meta:
-            args, kwargs = self._without_values(func, op, args, kwargs)
+            if only_moves(op, args, kwargs):
+                return args[0].to(META)
+            args, kwargs = without_values(func, op, args, kwargs, self.device.rank, self.stepping)
 
         inputs: list[Tensor] = []
         for a in args:
@@ -248,32 +251,6 @@ class Tracker(TorchDispatchMode):
         self._events.append(event)
         if self.device.clock is not None:
             self.device.clock.kernel(event)
-
-    # Shapes without values.
-
-    def _without_values(self, func: Any, op: Op, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Moves an op onto shapes: host data loses its values, factories make none, generators draw nothing."""
-        if op.host_reads and any(isinstance(a, Tensor) and a.is_meta for a in args):
-            raise DataDependent(
-                f"rank {self.device.rank}: {op.name} at {user_line()} asks for a value, and a shape run has none",
-                "decide from shapes, or run this program with backend='virtual'",
-                rank=self.device.rank,
-            )
-
-        def shape(x: Any) -> Any:
-            if isinstance(x, Tensor):
-                return x if x.is_meta or (not x.dim() and not op.writes) else x.to("meta")
-            if type(x) in (list, tuple):
-                return type(x)(shape(y) for y in x)
-            return x
-
-        kwargs = dict(kwargs or {})
-        if "device" in kwargs or not any(isinstance(a, (Tensor, list, tuple)) for a in args):
-            if any(a.name == "device" for a in func._schema.arguments):
-                kwargs["device"] = self.device.torch_device
-        if kwargs.get("generator") is not None:
-            kwargs["generator"] = None
-        return tuple(shape(a) for a in args), {k: shape(v) for k, v in kwargs.items()}
 
 
 class _OneKernel:
