@@ -93,7 +93,8 @@ COPIES = _words("""
     rot90 slice_backward select_backward diagonal_backward slice_scatter select_scatter as_strided_scatter
     index_copy index_copy_ index_fill index_fill_ masked_scatter masked_scatter_ scatter scatter_ view_copy
     slice_copy select_copy expand_copy permute_copy transpose_copy squeeze_copy unsqueeze_copy split_with_sizes_copy
-    _reshape_copy alias_copy complex _conj_physical resize_ set_
+    _reshape_copy alias_copy complex _conj_physical resize_ set_ squeeze_ unsqueeze_ t_ transpose_ swapaxes_ swapdims_
+    as_strided_
 """)
 # Results are the operand scaled or masked: what comes from a softmax still does.
 SCALES = _words("""
@@ -113,7 +114,6 @@ FREE = _words("""
     floor_divide_ fmod remainder value_selecting_reduction_backward _fused_adam_ _fused_adamw_ _fused_sgd_
     _fused_adagrad_ _amp_update_scale_ _amp_foreach_non_finite_check_and_unscale_
 """)
-SUMMING_FOREACH = {"_foreach_norm", "_foreach_powsum"}
 
 _rules: dict[torch._ops.OpOverload, Rule] = {}
 
@@ -137,7 +137,7 @@ def _classify(func: torch._ops.OpOverload) -> Rule:
         for i, a in enumerate(schema.arguments)
         if a.alias_info is not None and a.alias_info.is_write
     )
-    kind = _kind(func, name, schema)
+    kind = _kind(func, schema)
     if any(a.is_out for a in schema.arguments) and kind not in ("free", "view"):
         kind = "refused"  # a decomposition would not fill the out= tensor
     if kind == "view" or name in COPIES:
@@ -149,7 +149,8 @@ def _classify(func: torch._ops.OpOverload) -> Rule:
     return Rule(kind, keeps, writes)
 
 
-def _kind(func: torch._ops.OpOverload, name: str, schema: torch._C.FunctionSchema) -> str:
+def _kind(func: torch._ops.OpOverload, schema: torch._C.FunctionSchema) -> str:
+    name = schema.name.partition("::")[2]
     if func.namespace == "aten":
         for kind, names in (
             ("matmul", MATMUL),
@@ -172,9 +173,12 @@ def _kind(func: torch._ops.OpOverload, name: str, schema: torch._C.FunctionSchem
             return "view" if name != "lift_fresh" else "free"
         if name in COPIES or name in FREE or name in SCALES:
             return "free"
-        if name.startswith("_foreach_") and name not in SUMMING_FOREACH:
-            return "free"
-    packet = func.overloadpacket
-    if any(torch.Tag.pointwise in getattr(packet, o).tags for o in packet.overloads()):
-        return "free"
-    return "refused"
+        if name.startswith("_foreach_"):  # one operation on a list of tensors: as free as on one
+            single = getattr(aten, name.removeprefix("_foreach_"), None)
+            return "free" if single and any(_kind(o, o._schema) == "free" for o in _overloads(single)) else "refused"
+    pointwise = any(torch.Tag.pointwise in o.tags for o in _overloads(func.overloadpacket))
+    return "free" if pointwise else "refused"
+
+
+def _overloads(packet: torch._ops.OpOverloadPacket) -> list[torch._ops.OpOverload]:
+    return [getattr(packet, o) for o in packet.overloads()]
