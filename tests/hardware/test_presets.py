@@ -246,10 +246,24 @@ def test_clusters_can_be_keys():
     assert isinstance(cluster("h100"), Cluster)
 
 
-def test_presets_need_neither_pydantic_nor_torch():
-    code = (
-        "import sys, emu.hardware as h; h.cluster('h100-8'); h.cluster('h100-8').similar;"
-        "print([m for m in ('pydantic', 'torch', 'numpy') if m in sys.modules])"
+def modules_after(code, *names):
+    """Which modules a fresh Python has loaded after code that imports emu.hardware, without the rest of emu."""
+    root = Path(__file__).parents[2]
+    # A bare package stands in for emu, whose own __init__ imports torch: here only what hardware itself loads counts.
+    bare = (
+        f"import sys, types; emu = sys.modules['emu'] = types.ModuleType('emu'); emu.__path__ = [{str(root / 'emu')!r}]"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[2])
-    assert done.stdout.strip() == "[]", done.stderr
+    program = f"{bare}\nimport emu.hardware as h\n{code}\nprint(*[m for m in {names!r} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    return done.stdout.split()
+
+
+def test_presets_need_neither_pydantic_nor_torch():
+    assert modules_after("h.cluster('h100-16384')", "pydantic", "torch", "numpy") == []
+
+
+def test_only_a_users_file_brings_pydantic(tmp_path):
+    # The negative control of the test above: the same question has another answer where pydantic is needed.
+    path = tmp_path / "mine.toml"
+    path.write_text('chip = "h100"')
+    assert modules_after(f"h.Cluster.from_toml({str(path)!r})", "pydantic", "torch", "numpy") == ["pydantic"]
