@@ -10,7 +10,14 @@ grid numbers, are exact as long as they fit into float64's 53 bits, so they may 
 * everything else (norms, softmax, gelu, add, mul) is left alone: it sees equal inputs, or inputs that differ by float
   noise around 1e-16, which the next rounding removes ("collapse": sure in practice, not in theory).
 
-A model knows nothing of this: it is one TorchDispatchMode below autograd.
+A model knows nothing of this: it is one TorchDispatchMode below autograd. What it asks of programs, on both sides:
+
+* divide once, at the same place: gradients after their sum, or the loss by the global number of tokens before backward
+  (both are exact; one against the other is not, nor are means of local means);
+* add partial results with collectives or +, not with torch.stack(parts).sum(0), which is a sum over dim 0;
+* tokens lie in dim 0; a parameter that is broadcast over them has no leading dim of 1, because torch does not sum the
+  gradient of a single token over such a dim, and what is not summed is not rounded;
+* attention is one kernel, or written out with softmax; in blocks, every block and the last division run inside kernels.
 """
 
 from __future__ import annotations
@@ -40,13 +47,13 @@ MANTISSA_BITS = 53
 
 
 class NotFloat64(TypeError):
-    """A write into a floating-point tensor that the exact tier did not make. Fields: op (str), dtype, hint (str)."""
+    """A narrower floating-point tensor from outside that is written to or trained. Fields: op, dtype, hint (str)."""
 
-    def __init__(self, op: str, dtype: torch.dtype):
+    def __init__(self, op: str, dtype: torch.dtype, use: str = "writes into"):
         self.op, self.dtype = op, dtype
         self.hint = "make the tensor inside the program, or convert it first with .double() (a module: module.double())"
         super().__init__(
-            f"{op} writes into a {dtype} tensor that was made outside the exact tier, where all real numbers are "
+            f"{op} {use} a {dtype} tensor that was made outside the exact tier, where all real numbers are "
             f"float64: the exact result would be cut to fewer bits. What to do: {self.hint}."
         )
 
@@ -81,9 +88,9 @@ class ExactMode(TorchDispatchMode):
     """While active in a thread, torch computes in float64 and every sum across tokens or ranks is exact.
 
     values, gradients: the grids are 2^-values and 2^-gradients. certify: also record how many bits the sums use
-    (slow; for the reference run, whose sums bound every cut's).
-    Raises NoExactRule for an operation that may sum inside and has no rule, NotFloat64 for a write into a tensor of
-    fewer bits that was made outside. One instance per thread; it may be entered again inside itself.
+    (slower; for the reference run, whose sums bound every cut's).
+    Raises NoExactRule for an operation that may sum inside and has no rule, NotFloat64 for writing into, or
+    training, a tensor of fewer bits that was made outside. One instance per thread; it may be entered again inside itself.
     """
 
     marks_gradients: ClassVar[bool] = True
@@ -176,6 +183,8 @@ class ExactMode(TorchDispatchMode):
                 return x
             if key in writes:
                 raise NotFloat64(str(func), x.dtype)
+            if x.requires_grad and torch.is_grad_enabled():
+                raise NotFloat64(str(func), x.dtype, use="trains")
             return x.to(WIDER[x.dtype])
 
         return [widened(i, a) for i, a in enumerate(args)], {k: widened(k, v) for k, v in (kwargs or {}).items()}

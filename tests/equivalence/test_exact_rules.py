@@ -231,6 +231,17 @@ def test_writing_into_a_narrower_tensor_from_outside_is_an_error_that_says_what_
     assert outside.sum() == 0
 
 
+def test_training_a_narrower_model_from_outside_is_an_error_and_evaluating_it_is_not():
+    model = torch.nn.Linear(4, 2, dtype=torch.float32)
+    with ExactMode():
+        with pytest.raises(NotFloat64, match=r"trains a torch.float32 .*module\.double\(\)"):
+            model(torch.randn(3, 4))
+        with torch.no_grad():
+            assert model(torch.randn(3, 4)).dtype == torch.float64
+        model.double()(torch.randn(3, 4)).sum().backward()
+    assert model.weight.grad.dtype == torch.float64
+
+
 # ------------------------------------------------------------------------------------------------------------- tags
 def test_buffers_made_like_a_gradient_are_gradients_so_collectives_keep_the_grid():
     with ExactMode():
