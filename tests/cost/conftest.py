@@ -50,7 +50,7 @@ def transfer(
     return Transfer(kind, "pp", src, dst, seq, size, "float32", stream, after, work, "")
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")  # as hypothesis asks
 def toy():
     return SimpleNamespace(
         cluster=toy_cluster,
