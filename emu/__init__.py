@@ -12,8 +12,40 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from emu import spmd
+from emu.spmd import EmuError, Grads, Group, Layout, Mesh, Partial, Precision, Rank, Replicate, Shard, grads
+
+if TYPE_CHECKING:
+    from emu.equivalence import Verdict, verify
+    from emu.hardware import Cluster, chip, cluster
+    from emu.parallel import Batch, DataParallel, Plan, parallelize
+    from emu.run import Run, launch
 
 __version__ = "0.1.0"
+__all__ = [
+    "Batch",
+    "Cluster",
+    "DataParallel",
+    "EmuError",
+    "Grads",
+    "Group",
+    "Layout",
+    "Mesh",
+    "Partial",
+    "Plan",
+    "Precision",
+    "Rank",
+    "Replicate",
+    "Run",
+    "Shard",
+    "Verdict",
+    "chip",
+    "cluster",
+    "grads",
+    "launch",
+    "parallelize",
+    "spmd",
+    "verify",
+]
 
 # What lies above spmd is loaded when it is first used: a program that only computes pays for nothing else.
 _LAZY = {
@@ -29,41 +61,6 @@ _LAZY = {
     "parallelize": "emu.parallel",
     "verify": "emu.equivalence",
 }
-_SPMD = (
-    "EmuError",
-    "Grads",
-    "Group",
-    "Layout",
-    "Mesh",
-    "Partial",
-    "Precision",
-    "Rank",
-    "Replicate",
-    "Shard",
-    "grads",
-)
-globals().update({name: getattr(spmd, name) for name in _SPMD})
-
-__all__ = ["__version__", "spmd", *_SPMD, *_LAZY]
-
-if TYPE_CHECKING:
-    from emu.equivalence import Verdict, verify
-    from emu.hardware import Cluster, chip, cluster
-    from emu.parallel import Batch, DataParallel, Plan, parallelize
-    from emu.run import Run, launch
-    from emu.spmd import (
-        EmuError,
-        Grads,
-        Group,
-        Layout,
-        Mesh,
-        Partial,
-        Precision,
-        Rank,
-        Replicate,
-        Shard,
-        grads,
-    )
 
 
 def __getattr__(name: str) -> Any:
@@ -75,4 +72,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted([*__all__, "__version__"])

@@ -139,7 +139,9 @@ class Run:
             mutants: how many broken variants the check must notice: "none", "sampled", "all", or a number.
         """
         if self.program is None:
-            raise EmuError("a run that was loaded from a file has no program", "launch the program again, and check that run")
+            raise EmuError(
+                "a run that was loaded from a file has no program", "launch the program again, and check that run"
+            )
         return check(self.program, self.mesh, reference, args=self._args, tier=tier, mutants=mutants, **options)
 
     def without(self, pattern: str) -> Run:
@@ -156,7 +158,9 @@ class Run:
         return part
 
     def _with(self, trace: Trace) -> Run:
-        return Run(self.program, self.mesh, self.cluster, self.results, trace, self.launch_mode, self._args, self._gather)
+        return Run(
+            self.program, self.mesh, self.cluster, self.results, trace, self.launch_mode, self._args, self._gather
+        )
 
     def __repr__(self) -> str:
         return f"Run({self.mesh}, {len(self.trace)} events on {self.cluster.name})"
@@ -188,7 +192,9 @@ class Run:
         with zipfile.ZipFile(blob, "w", zipfile.ZIP_DEFLATED) as archive:
             archive.writestr("run.json", json.dumps(head))
             archive.writestr("trace.jsonl", dumps(self.trace))
-            archive.writestr("results.safetensors", save({str(i): t.contiguous().clone() for i, t in enumerate(tensors)}))
+            archive.writestr(
+                "results.safetensors", save({str(i): t.contiguous().clone() for i, t in enumerate(tensors)})
+            )
         target = Path(path)
         with tempfile.NamedTemporaryFile(dir=target.parent, prefix=target.name, delete=False) as file:
             try:
@@ -224,7 +230,9 @@ class Run:
             results = decode(head["results"], [stored[str(i)] for i in range(len(stored))])
             where = on if on is not None else _named_cluster(head["cluster"], head["nodes"])
         except (OSError, zipfile.BadZipFile, KeyError, ValueError, TypeError, TraceError, HardwareError) as error:
-            raise EmuError(f"{path} cannot be read as a saved run: {error}", "save it again with run.save(path)") from error
+            raise EmuError(
+                f"{path} cannot be read as a saved run: {error}", "save it again with run.save(path)"
+            ) from error
         except Exception as error:  # safetensors' own error type
             raise EmuError(f"{path} is damaged: {error}", "save it again with run.save(path)") from error
         return Run(None, mesh, where, results, trace, head["launch_mode"])

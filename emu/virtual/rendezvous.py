@@ -206,16 +206,17 @@ class Rendezvous:
         for t in threads:
             if t.waiting is None:
                 continue
-            whom = [f"rank {r}{', which has finished' if threads[r].done else ''}" for r in stuck[t.rank]]
-            lines.append(f"  rank {t.rank} waits in {t.waiting.what} ({t.waiting.where}) for {', '.join(whom)}")
+            here = [r for r in stuck[t.rank] if not threads[r].done]
+            gone = [r for r in stuck[t.rank] if threads[r].done]
+            whom = [_ranks(here)] * bool(here) + [f"{_ranks(gone)} (finished)"] * bool(gone)
+            lines.append(f"  rank {t.rank} waits in {t.waiting.what} ({t.waiting.where}) for {' and '.join(whom)}")
         shown = lines[:16] + ([f"  ... and {len(lines) - 16} more"] if len(lines) > 16 else [])
         cycle = _cycle(stuck)
         loop = f"\n  a circle: {' -> '.join(map(str, [*cycle, cycle[0]]))}" if cycle else ""
         text = "\n".join(shown) + loop
         if left:
-            names = ", ".join(map(str, left))
             return RankLeft(
-                f"deadlock: rank {names} finished while others still wait for it\n{text}",
+                f"deadlock: {_ranks(left)} finished while others still wait for it\n{text}",
                 "every rank must call every collective of its groups: give the short rank an empty batch instead of none",
                 waiting=stuck,
                 finished=left,
@@ -227,6 +228,12 @@ class Rendezvous:
             waiting=stuck,
             cycle=cycle,
         )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """ "rank 3" or "ranks 1, 2, 5 and 12 more"."""
+    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank{'s' * (len(ranks) > 1)} {shown}"
 
 
 def _cycle(waits_for: dict[int, list[int]]) -> list[int]:
