@@ -56,6 +56,12 @@ def merge(starts_s: Sequence[float] | np.ndarray, ends_s: Sequence[float] | np.n
     return np.column_stack([starts[first], reach[last]])
 
 
+def clip(spans: np.ndarray, start_s: float, end_s: float) -> np.ndarray:
+    """The parts of the bars, [n, 2], that lie in a window."""
+    inside = spans[(spans[:, 1] > start_s) & (spans[:, 0] < end_s)]
+    return np.clip(inside, start_s, end_s)
+
+
 def thin(bars: Mapping[Look, np.ndarray], edges_s: np.ndarray) -> dict[Look, np.ndarray]:
     """Gathers the bars inside each column of a picture into one bar per look, of the same length in total.
 
@@ -69,6 +75,8 @@ def thin(bars: Mapping[Look, np.ndarray], edges_s: np.ndarray) -> dict[Look, np.
     used = np.zeros(len(edges_s) - 1)
     thinned = {}
     for look, spans in bars.items():
+        if not len(spans):
+            continue
         # Busy time up to t is a broken line through the ends of the bars.
         busy = np.concatenate([[0.0], np.cumsum(spans[:, 1] - spans[:, 0])]).repeat(2)[1:-1]
         share = np.diff(np.interp(edges_s, spans.reshape(-1), busy))
@@ -89,8 +97,8 @@ def timeline_rows(timeline: Timeline, ranks: Sequence[int], edges_s: np.ndarray 
     Args:
         timeline: a priced trace.
         ranks: which ranks, in order.
-        edges_s: columns of the picture, [columns + 1]: a row with many more bars than columns is thinned to them. None
-            leaves every bar as it is.
+        edges_s: columns of the picture, [columns + 1]: bars are clipped to them, and a row with many more bars than
+            columns is thinned. None leaves every bar as it is.
     """
     rows = []
     for rank in ranks:
@@ -115,7 +123,10 @@ def timeline_rows(timeline: Timeline, ranks: Sequence[int], edges_s: np.ndarray 
             rows.append(Row(rank, "", {}))
         for stream, looks in streams.items():
             bars = {look: merge(*times) for look, times in looks.items()}
-            if edges_s is not None and sum(map(len, bars.values())) > 2 * len(edges_s):
-                bars = thin(bars, edges_s)
+            if edges_s is not None:
+                bars = {look: clip(spans, edges_s[0], edges_s[-1]) for look, spans in bars.items()}
+                if sum(map(len, bars.values())) > 2 * len(edges_s):
+                    bars = thin(bars, edges_s)
+                bars = {look: spans for look, spans in bars.items() if len(spans)}
             rows.append(Row(rank, stream, bars))
     return rows

@@ -15,29 +15,31 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-CATEGORY_COLOURS = {
-    "parameters": "#1f3b73",
-    "optimizer": "#1b8a5a",
-    "gradients": "#e07b28",
-    "activations": "#f4cf4d",
-    "communication": "#5a5a5a",
-    "temporary": "#b8b8b8",
+
+class Paint(NamedTuple):
+    """The face of an area or a bar: a colour, and a hatch or ""."""
+
+    colour: str
+    hatch: str
+
+
+CATEGORY_PAINTS = {
+    "parameters": Paint("#1f3b73", ""),
+    "optimizer": Paint("#1b8a5a", ""),
+    "gradients": Paint("#e07b28", ""),
+    "activations": Paint("#f4cf4d", ""),
+    "communication": Paint("#5a5a5a", "////"),
+    "temporary": Paint("#b8b8b8", ""),
 }
+OTHER_CATEGORY = Paint("#f2f2f2", "....")
 
 PHASE_COLOURS = {
     "forward": "#8cc5ea",
-    "backward": "#2b5fa8",
+    "backward": "#234b87",
     "recompute": "#b58fd0",
     "optimizer": "#1b8a5a",
     "": "#d0d0d0",
 }
-
-
-class Paint(NamedTuple):
-    """The face of a bar: a colour, and a hatch for what is communication."""
-
-    colour: str
-    hatch: str
 
 
 COMMUNICATION_PAINTS = {
@@ -62,6 +64,7 @@ CURVE_MARKERS = ("", "o", "s", "^", "D", "v")
 INK = "#222222"
 FAINT_INK = "#6b6b6b"
 DPI = 150
+NOTEBOOK_DPI = 100  # half the bytes: notebooks keep every picture they have shown
 _SETTINGS = {
     "font.family": "DejaVu Sans",
     "font.size": 9.0,

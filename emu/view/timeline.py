@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from emu.view.bars import COMMUNICATION, COMPUTE, MOST_RANKS, WAITING, Look, Row, sample_ranks, timeline_rows
+from emu.view.bars import COMMUNICATION, COMPUTE, WAITING, Look, Row, sample_ranks, timeline_rows
 from emu.view.style import FAINT_INK, INK, PHASE_COLOURS, Paint, communication_paint, drawing
 from emu.view.units import time_text, time_unit
 
@@ -54,15 +54,15 @@ def timeline_figure(
         raise ValueError(f"the window {window} ends before it begins; give (start_s, end_s) with start_s < end_s")
     shown = list(ranks) if ranks is not None else sample_ranks(have)
     start_s, end_s = window or (0.0, timeline.step_time_s or 1e-6)
-    rows = timeline_rows(timeline, shown, np.linspace(start_s, end_s, COLUMNS + 1))
+    rows = timeline_rows(timeline, shown, np.linspace(start_s, end_s, COLUMNS + 1))  # clipped to the window
     with drawing():
         places = _places(rows)
         height = (max(places) + 1 if places else 1) * (0.24 if len(rows) <= 16 else 0.17)
         figure = Figure(figsize=(width, height + 1.55), layout="constrained")
         axes = figure.add_subplot()
-        unit, unit_s = time_unit(end_s)
+        unit, unit_s = time_unit(end_s)  # absolute time, so that a window finds itself in the whole picture
         looks = _draw_bars(axes, rows, places, unit_s)
-        _draw_marks(axes, timeline, rows, places, unit_s, (start_s, end_s))
+        marked = _draw_marks(axes, timeline, rows, places, unit_s, (start_s, end_s))
         axes.set_xlim(start_s / unit_s, end_s / unit_s)
         axes.set_ylim((max(places) + 0.6) if places else 1, -0.6)
         axes.set_xlabel(f"time ({unit})")
@@ -75,7 +75,7 @@ def timeline_figure(
             if len(shown) < len(have):
                 heading += f": {len(shown)} of {len(have)} ranks shown"
         axes.set_title(heading, loc="left", pad=16)
-        _legend(figure, looks)
+        _legend(figure, looks, marked)
     return figure
 
 
@@ -121,6 +121,8 @@ def _draw_bars(axes: Axes, rows: Sequence[Row], places: Sequence[float], unit_s:
             if paint.hatch:
                 style["hatch"] = paint.hatch
         boxes = PolyCollection(np.concatenate(corners[look]), label=_name(look), **style)  # type: ignore[arg-type]
+        # Bars narrower than a pixel must shade it by their share, not be rounded to all or nothing.
+        boxes.set_snap(False)
         axes.add_collection(boxes, autolim=False)
     return looks
 
@@ -139,9 +141,15 @@ def _name(look: Look) -> str:
 
 
 def _draw_marks(
-    axes: Axes, timeline: Timeline, rows: Sequence[Row], places: Sequence[float], unit_s: float, window: tuple[float, float]
-) -> None:
+    axes: Axes,
+    timeline: Timeline,
+    rows: Sequence[Row],
+    places: Sequence[float],
+    unit_s: float,
+    window: tuple[float, float],
+) -> bool:
     """A thin line at every mark, across the rows of its rank; names above the first rank, where there is room."""
+    marked = False
     free_from = -np.inf
     room = (window[1] - window[0]) / 90  # about the width of a letter
     for rank in dict.fromkeys(row.rank for row in rows):
@@ -149,6 +157,7 @@ def _draw_marks(
         marks = [(name, at) for name, at in timeline.marks(rank) if window[0] <= at <= window[1]]
         if not marks:
             continue
+        marked = True
         times = np.array([at for _, at in marks]) / unit_s
         axes.vlines(times, min(own) - 0.55, max(own) + 0.55, colors=INK, linewidths=0.6, label="_marks", zorder=3)
         if rank != rows[0].rank:
@@ -169,18 +178,20 @@ def _draw_marks(
                 color=FAINT_INK,
             )
             free_from = at + room * (len(shown) + 1)
+    return marked
 
 
 def _label_rows(axes: Axes, rows: Sequence[Row], places: Sequence[float]) -> None:
     axes.set_yticks(places, [row.stream or "no work" for row in rows])
     axes.tick_params(axis="y", length=0)
+    room = 16 + 5.2 * max((len(row.stream) for row in rows), default=0)  # points, about the width of the stream names
     for rank in dict.fromkeys(row.rank for row in rows):
         own = [place for row, place in zip(rows, places, strict=True) if row.rank == rank]
         axes.annotate(
             f"rank {rank}",
             (0, sum(own) / len(own)),
             xycoords=("axes fraction", "data"),
-            xytext=(-78, 0),
+            xytext=(-room, 0),
             textcoords="offset points",
             ha="right",
             va="center",
@@ -189,7 +200,8 @@ def _label_rows(axes: Axes, rows: Sequence[Row], places: Sequence[float]) -> Non
     axes.spines["left"].set_visible(False)
 
 
-def _legend(figure: Figure, looks: Sequence[Look]) -> None:
+def _legend(figure: Figure, looks: Sequence[Look], marked: bool) -> None:
+    from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
     handles = []
@@ -201,5 +213,7 @@ def _legend(figure: Figure, looks: Sequence[Look]) -> None:
             handles.append(
                 Patch(facecolor=paint.colour, hatch=paint.hatch, edgecolor=INK, linewidth=0.3, label=_name(look))
             )
+    if marked:
+        handles.append(Line2D([], [], color=INK, linewidth=0.6, label="mark (when the host passed it)"))
     if handles:
         figure.legend(handles=handles, loc="outside lower left", ncols=min(len(handles), 7), handlelength=2.2)

@@ -8,6 +8,7 @@ from emu.cost import price
 from emu.hardware import cluster
 from emu.spmd import Mesh
 from emu.trace.events import Alloc, Collective, Free, Kernel, Mark, Recategorise, Wait
+from emu.trace.memory import Memory
 from emu.trace.trace import Trace
 
 LAYER_BYTES = 2 * 12 * 2048**2
@@ -26,7 +27,9 @@ def rank_events(rank, ranks, layers=6, width=2048, tokens=8192, bucket="dp.gradi
 
     def product(scope, phase, times=1):
         flops = 2 * 12 * width**2 * tokens * times
-        events.append(Kernel("mm", scope, phase, flops, LAYER_BYTES, "bfloat16", (1, tokens, 12 * width, width), "main"))
+        events.append(
+            Kernel("mm", scope, phase, flops, LAYER_BYTES, "bfloat16", (1, tokens, 12 * width, width), "main")
+        )
         events.append(Kernel("gelu", scope, phase, tokens * width, 8 * tokens * width, "bfloat16", (), "main"))
 
     for _ in range(layers):
@@ -53,7 +56,20 @@ def rank_events(rank, ranks, layers=6, width=2048, tokens=8192, bucket="dp.gradi
         work = layers - 1 - layer
         events.append(
             Collective(
-                "all_reduce", "dp", members, work, LAYER_BYTES, (), "bfloat16", "sum", "", -1, "dp", "main", work, bucket
+                "all_reduce",
+                "dp",
+                members,
+                work,
+                LAYER_BYTES,
+                (),
+                "bfloat16",
+                "sum",
+                "",
+                -1,
+                "dp",
+                "main",
+                work,
+                bucket,
             )
         )
         events.append(Free(buffer, LAYER_BYTES // 4, "communication"))
@@ -75,43 +91,9 @@ def priced(trace=None, nodes=1):
     return price(trace or training_step(), cluster("h100", nodes=nodes))
 
 
-class StandInMemory:
-    """What the pictures read of trace.memory.Memory, counted anew from the trace."""
-
-    def __init__(self, trace, capacity_bytes=None):
-        self.trace, self.capacity_bytes = trace, capacity_bytes
-
-    def series(self, rank):
-        from emu.trace.events import CATEGORIES
-
-        now, indices, series = dict.fromkeys(CATEGORIES, 0), [], {category: [] for category in CATEGORIES}
-        for index, event in enumerate(self.trace.events[rank]):
-            if isinstance(event, Alloc):
-                now[event.category] += event.bytes
-            elif isinstance(event, Free):
-                now[event.category] -= event.bytes
-            elif isinstance(event, Recategorise):
-                now[event.old] -= event.bytes
-                now[event.new] += event.bytes
-            else:
-                continue
-            indices.append(index)
-            for category, size in now.items():
-                series[category].append(size)
-        return indices, series
-
-    def at_peak(self, rank):
-        _, series = self.series(rank)
-        rows = list(zip(*series.values(), strict=True))
-        return dict(zip(series, max(rows, key=sum), strict=True)) if rows else dict.fromkeys(series, 0)
-
-    def peak_bytes(self, rank):
-        return sum(self.at_peak(rank).values())
-
-
 @pytest.fixture
 def make():
     """The builders above, for tests."""
     return SimpleNamespace(
-        rank_events=rank_events, training_step=training_step, priced=priced, Memory=StandInMemory, Mesh=Mesh, Trace=Trace
+        rank_events=rank_events, training_step=training_step, priced=priced, Memory=Memory, Mesh=Mesh, Trace=Trace
     )

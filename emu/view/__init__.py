@@ -1,0 +1,30 @@
+"""Pictures, tables and reports of a run. matplotlib and rich are imported when something draws, not before."""
+
+from emu.view.losses import loss_figure
+from emu.view.memory import memory_figure
+from emu.view.mesh import mesh_figure, mesh_html
+from emu.view.notebook import attach
+from emu.view.report import Code, Heading, Picture, Text, report_html, write_report
+from emu.view.style import png_bytes, png_data_uri
+from emu.view.tables import Table, comparison_table, metrics_table
+from emu.view.timeline import timeline_figure
+
+__all__ = [
+    "Code",
+    "Heading",
+    "Picture",
+    "Table",
+    "Text",
+    "attach",
+    "comparison_table",
+    "loss_figure",
+    "memory_figure",
+    "mesh_figure",
+    "mesh_html",
+    "metrics_table",
+    "png_bytes",
+    "png_data_uri",
+    "report_html",
+    "timeline_figure",
+    "write_report",
+]
