@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 from emu import spmd
@@ -69,6 +70,10 @@ def __getattr__(name: str) -> Any:
     value = getattr(importlib.import_module(_LAZY[name]), name)
     globals()[name] = value
     return value
+
+
+if "IPython" in sys.modules:  # in a notebook, meshes and clusters draw themselves from the start
+    importlib.import_module("emu.run")
 
 
 def __dir__() -> list[str]:

@@ -205,29 +205,31 @@ def explain(demo: Demo) -> list[str]:
 
 def write_demo_report(demo: Demo, path: str | Path) -> None:
     """One self-contained HTML file: what was trained, proved, priced, and its pictures."""
-    from emu.view.losses import loss_figure
-    from emu.view.memory import memory_figure
-    from emu.view.report import Section, write_report
-    from emu.view.timeline import timeline_figure
+    from emu.view import Heading, Picture, Text, loss_figure, memory_figure, timeline_figure, write_report
 
     window = demo.distributed.window(*demo.step)
     curves = {
         f"{n} device{'s' * (n > 1)}": run.results[0].tolist()
         for n, run in ((1, demo.single), (RANKS, demo.distributed))
     }
-    mark = demo.step[0]
     sections = [
-        Section("What happened", text="\n\n".join(explain(demo)), table=summary(demo)),
-        Section("Loss", text="The same batches, cut over the ranks or not.", figure=loss_figure(curves)),
-        Section(
-            "One step over time",
-            text=f"Every stream of ranks 0 and 1 during {mark}.",
-            figure=timeline_figure(window.timeline(), ranks=[0, 1]),
+        Heading("What happened"),
+        Text("\n\n".join(explain(demo))),
+        summary(demo),
+        Heading("The loss is the same"),
+        Picture(
+            loss_figure(curves), "Above: both curves; the second lies on the first. Below: how far they lie apart."
         ),
-        Section(
-            "Memory of one device",
-            text="Requested bytes by category over the whole run, in program order.",
-            figure=memory_figure(demo.distributed.memory, rank=0),
+        Heading("One step over time"),
+        Picture(
+            timeline_figure(window.timeline(), ranks=[0, 1]),
+            f"Every stream of ranks 0 and 1 during {demo.step[0]}: kernels by phase, then the all-reduces of the gradients.",
+        ),
+        Heading("Memory of one device"),
+        Picture(
+            memory_figure(demo.distributed.memory, rank=0),
+            "Requested bytes by category over the whole run, in program order: activations rise in forward and fall in "
+            "backward; gradients come and go with each step; optimizer states stay.",
         ),
     ]
     write_report(path, f"emu demo: {demo.model} on {RANKS} virtual H100s", sections)

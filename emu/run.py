@@ -24,6 +24,7 @@ from emu.trace.events import Collective, Kernel
 from emu.trace.files import TraceError, dumps, loads
 from emu.trace.memory import Memory
 from emu.trace.trace import Trace
+from emu.view.notebook import attach
 from emu.virtual.launch import Program, run_virtual
 
 BACKENDS = ("auto", "virtual", "shape", "real")
@@ -236,6 +237,9 @@ class Run:
         except Exception as error:  # safetensors' own error type
             raise EmuError(f"{path} is damaged: {error}", "save it again with run.save(path)") from error
         return Run(None, mesh, where, results, trace, head["launch_mode"])
+
+
+attach(Run)
 
 
 def _named_cluster(name: str, nodes: int) -> Cluster:
