@@ -134,8 +134,9 @@ class RealChannel:
 
     def _under_way(self, parts: list[Any], result: Callable[[], Any]) -> RealWork:
         work = RealWork(self._device, self._board, parts, result)
-        for _, _, stream, _ in parts:
-            self._device.occupy(stream, work)
+        if not self._on_current:
+            for _, _, stream, _ in parts:
+                self._device.occupy(stream, work)
         return work
 
     def close(self) -> None:
@@ -162,8 +163,9 @@ class RealWork(Work):
 
     def settle(self) -> None:
         """Waits without recording it."""
-        for pending, waiting, *_ in self._parts:
+        for pending, waiting, stream, _ in self._parts:
             self._board.wait(pending, waiting)
+            self._device.release(stream, self)
 
 
 def _pair(group: Group, src: int, dst: int) -> str:

@@ -78,6 +78,11 @@ class RealDevice:
         """Notes communication under way on a stream."""
         self._under_way[stream] = [*self.under_way(stream), work]
 
+    def release(self, stream: str, work: RealWork) -> None:
+        """Forgets communication that is over: autograd takes a result for its own only if nobody else holds it."""
+        if work in (works := self._under_way.get(stream, ())):
+            self._under_way[stream] = [w for w in works if w is not work]
+
     def under_way(self, stream: str) -> list[RealWork]:
         """Communication that the stream was given and that is not over yet."""
         return [work for work in self._under_way.get(stream, ()) if not work.done()]

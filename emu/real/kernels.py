@@ -1,7 +1,8 @@
 """Notices the kernels that a rank's program launches, through the same account of operators as virtual devices.
 
 One dispatch mode below autograd. It records names, phases, flops, bytes, dtypes and streams; module scopes and memory
-are what virtual devices add. Phases: with grad enabled it is forward; inside an autograd node backward, or recompute
+are what virtual devices add. Phases: what reads a tensor
+that requires grad is forward; inside an autograd node backward, or recompute
 where grad is enabled there; an optimizer's step is told apart by torch's own hooks on optimizers.
 """
 
@@ -52,30 +53,29 @@ class Kernels(TorchDispatchMode):
         self._stepping = on
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        values = (*args, *kwargs.values()) if kwargs else args
+        inputs = _tensors(values)
+        learns = any(t.requires_grad for t in inputs)
         out = func(*args, **(kwargs or {}))
-        op = op_of(func)
-        if not (op.launches or op.host_reads):
-            return out
-        device = self._device
+        op, device = op_of(func), self._device
+        if self._stepping and all(not t.dim() for t in inputs):
+            return out  # an optimizer counts its steps on the host
         if op.host_reads:
             device.events.append(HostWait(device.current, op.name))
         if op.launches:
-            inputs, outputs = _tensors((*args, *(kwargs or {}).values())), _tensors((out,))
+            outputs = _tensors((out,))
             if self._inside is not None:
                 self._inside.saw(op, args, inputs, outputs)
-                return out
-            work = _work(op, args, inputs, outputs)
-            typed = outputs or inputs
-            dtype = dtype_name(typed[0]) if typed else "float32"
-            device.events.append(
-                Kernel(op.name, "", self._phase(), work.flops, work.bytes, dtype, work.dims, device.current)
-            )
+            elif typed := outputs or inputs:
+                work = _work(op, args, inputs, outputs)
+                dtype, phase = dtype_name(typed[0]), self._phase(learns)
+                device.events.append(Kernel(op.name, "", phase, *work[:2], dtype, work.dims, device.current))
         return out
 
-    def _phase(self) -> str:
+    def _phase(self, learns: bool) -> str:
         if torch._C._current_autograd_node() is not None:
             return "recompute" if torch.is_grad_enabled() else "backward"
-        return "optimizer" if self._stepping else "forward" if torch.is_grad_enabled() else ""
+        return "optimizer" if self._stepping else "forward" if learns and torch.is_grad_enabled() else ""
 
     @contextmanager
     def one_kernel(self, name: str, flops: int | None, bytes: int | None) -> Iterator[None]:
