@@ -6,7 +6,7 @@ With n ranks, a message of S bytes, a seconds of latency a step and b bytes/s pe
     chain     broadcast, reduce (n-1)a + S/b
     tree      all_reduce 2 log2(n) a + 2 S/b        broadcast, reduce log2(n) a + S/b
     pairwise  all_to_all (n-1)a + what a rank sends or receives, over b
-    direct    gather, scatter a + what the root receives or sends, over b
+    direct    gather, scatter a + what the root receives or sends, over b; ring_shift a + a rank's largest message over b
 
 The forms are textbook (Thakur, Rabenseifner, Gropp 2005, doi 10.1177/1094342005051521). How they are laid on nodes
 follows NCCL (src/graph/tuning.cc): a ring enters and leaves a node once, so 2(nodes-1) of its 2(n-1) steps have the
@@ -32,7 +32,7 @@ TWO_WAY = ("all_reduce", "barrier")  # a reduction and its way back: every step 
 PIPED = ("broadcast", "reduce")  # the whole message passes through every rank, in pieces
 RING = ("all_gather", "reduce_scatter")
 ROOTED = ("gather", "scatter")
-KINDS = (*TWO_WAY, *PIPED, *RING, *ROOTED, "all_to_all")
+KINDS = (*TWO_WAY, *PIPED, *RING, *ROOTED, "all_to_all", "ring_shift")
 
 
 class Placement(NamedTuple):
@@ -107,6 +107,9 @@ def collective_s(
     placement, tree = placement or place(event.members, cluster), event.algorithm == "tree"
     if event.kind == "all_to_all":
         time_s = _all_to_all_s(event, cluster, placement, tree, others or {})
+    elif event.kind == "ring_shift":  # one message a rank, all at once; the slowest link of the ring decides
+        link = cluster.node.scale_up if placement.nodes == 1 else cluster.scale_out
+        time_s = link.latency_s + max(event.sizes or (event.bytes,)) / link.bytes_per_s
     elif event.kind in ROOTED:
         pieces = event.sizes or (event.bytes / n,) * n
         link = cluster.node.scale_up if placement.nodes == 1 else cluster.scale_out
@@ -176,7 +179,8 @@ def sent_bytes(event: Collective | Transfer, rank: int) -> int | Fraction:
     """Bytes that one rank puts on links for its part in a collective or transfer.
 
     Ring all_reduce 2(n-1)/n S, all_gather and reduce_scatter (n-1)/n S, all_to_all S less its own share, broadcast and
-    reduce S for all but the last of the chain, gather its piece, scatter all pieces but the root's, send S.
+    reduce S for all but the last of the chain, gather its piece, scatter all pieces but the root's, ring_shift and send
+    its own message.
     With `sizes` these are the exact pieces: in all_gather the rank passes on every piece but its successor's, in
     reduce_scatter every piece but its own. Without, pieces are S/n, a fraction where n does not divide S: nothing is
     rounded here. A double binary tree sends as many bytes in all as a ring, and is counted as one.
@@ -196,6 +200,8 @@ def sent_bytes(event: Collective | Transfer, rank: int) -> int | Fraction:
         return _whole(whole * (n - 1), n)
     if kind == "all_reduce":
         return _whole(2 * whole * (n - 1), n)
+    if kind == "ring_shift":
+        return sizes[me] if sizes else whole
     if kind == "all_to_all":
         return sum(sizes) - sizes[me] if sizes else _whole(whole * (n - 1), n)
     if kind == "broadcast":

@@ -35,6 +35,7 @@ def test_closed_forms_inside_a_node(toy, n):
         ("reduce", ""): (n - 1) * a + S / b,
         ("gather", ""): a + share,
         ("scatter", ""): a + share,
+        ("ring_shift", ""): a + S / b,
         ("barrier", ""): 2 * (n - 1) * a,
         ("all_reduce", "tree"): 2 * log2 * a + 2 * S / b,
         ("broadcast", "tree"): log2 * a + S / b,
@@ -86,6 +87,13 @@ def test_groups_of_one_are_free_and_others_last_as_long_as_a_kernel():
     for kind in KINDS:
         assert collective_s(call(kind, 1, S, root=0), h100) == 0.0
         assert collective_s(call(kind, 2, 0, root=0), h100) >= h100.chip.kernel_s > 0
+
+
+def test_a_ring_shift_is_as_slow_as_its_slowest_link_and_largest_message(toy):
+    far = toy.cluster(nodes=2, per_node=2)
+    assert collective_s(call("ring_shift", 2, S), far) == pytest.approx(toy.alpha_s + S / toy.rate)
+    assert collective_s(call("ring_shift", 4, S), far) == pytest.approx(10 * (toy.alpha_s + S / toy.rate))
+    assert collective_s(call("ring_shift", 2, 7, (S, 7)), far) == pytest.approx(toy.alpha_s + S / toy.rate)
 
 
 def test_unknown_collectives_and_algorithms_are_errors(toy):
@@ -152,6 +160,8 @@ def test_volumes_of_the_formulas(n, size, data):
     assert sent_bytes(call("all_to_all", n, size), r) == share
     assert sent_bytes(call("all_reduce", n, size), r) == 2 * share
     assert sent_bytes(call("barrier", n, 0), r) == 0
+    assert sent_bytes(call("ring_shift", n, size), r) == size
+    assert sent_bytes(call("ring_shift", n, size, range(n)), r) == r
     for kind in ("all_reduce", "all_gather"):
         value = sent_bytes(call(kind, n, size), r)
         assert isinstance(value, int) == (Fraction(value).denominator == 1)
