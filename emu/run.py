@@ -9,6 +9,7 @@ import tempfile
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
@@ -125,7 +126,9 @@ class Run:
     @cached_property
     def metrics(self) -> Metrics:
         """Step time, utilisation, exposed communication, traffic and peak memory of the whole run."""
-        return self.timeline().metrics()
+        priced = self.timeline().metrics()
+        # A window begins with what was allocated before it, which its own events do not show.
+        return replace(priced, peak_hbm_bytes=[self.memory.peak_bytes(rank) for rank in self.trace.ranks])
 
     def gather_results(self) -> list[Any]:
         """Every rank's result, in rank order; in a real run every rank must call it."""
@@ -146,15 +149,34 @@ class Run:
         return check(self.program, self.mesh, reference, args=self._args, tier=tier, mutants=mutants, **options)
 
     def without(self, pattern: str) -> Run:
-        """What if: the same run with the matching communication free, e.g. "dp.all_reduce" or "dp.*"."""
-        return self._with(self.trace.without(pattern))
+        """What if: the same run with the matching communication free, e.g. "dp.all_reduce" or "dp.*".
+
+        Raises:
+            EmuError: nothing matches; it lists what there is.
+        """
+        try:
+            rest = self._with(self.trace.without(pattern))
+        except ValueError as error:
+            raise EmuError(
+                str(error), 'write "group.kind", with * for any, or the name that a call was given'
+            ) from None
+        if self.memory.trace is not self.trace:  # a window, whose memory is that of the whole run
+            rest.memory = self.memory
+        return rest
 
     def window(self, start: str, end: str | None = None) -> Run:
         """The part of the run between two marks (`rank.mark`), e.g. one step, to be priced alone.
 
         Memory is that of the whole run: what a step holds was allocated before it.
+
+        Raises:
+            EmuError: a rank did not make these marks in this order; it lists those that it made.
         """
-        part = self._with(self.trace.window(start, end))
+        try:
+            part = self._with(self.trace.window(start, end))
+        except ValueError as error:
+            problem, _, hint = str(error).rpartition(": ")
+            raise EmuError(problem, hint) from None
         part.memory = self.memory
         return part
 
@@ -172,7 +194,7 @@ class Run:
         """Writes results, trace and mesh to a file, whole or not at all.
 
         Raises:
-            EmuError: a result of a type that cannot be written.
+            EmuError: a result of a type that cannot be written, or a place where no file can be.
         """
         from safetensors.torch import save
 
@@ -196,15 +218,10 @@ class Run:
             archive.writestr(
                 "results.safetensors", save({str(i): t.contiguous().clone() for i, t in enumerate(tensors)})
             )
-        target = Path(path)
-        with tempfile.NamedTemporaryFile(dir=target.parent, prefix=target.name, delete=False) as file:
-            try:
-                file.write(blob.getvalue())
-                file.close()
-                os.replace(file.name, target)
-            except BaseException:
-                os.unlink(file.name)
-                raise
+        try:
+            _write_whole(Path(path), blob.getvalue())
+        except OSError as error:
+            raise EmuError(f"{path} cannot be written: {error}", "name a file in a folder that exists") from error
 
     @staticmethod
     def load(path: str | os.PathLike[str], on: Cluster | None = None) -> Run:
@@ -231,15 +248,27 @@ class Run:
             results = decode(head["results"], [stored[str(i)] for i in range(len(stored))])
             where = on if on is not None else _named_cluster(head["cluster"], head["nodes"])
         except (OSError, zipfile.BadZipFile, KeyError, ValueError, TypeError, TraceError, HardwareError) as error:
-            raise EmuError(
-                f"{path} cannot be read as a saved run: {error}", "save it again with run.save(path)"
-            ) from error
+            known = isinstance(error, HardwareError)
+            cure = (
+                "pass the cluster it ran on: Run.load(path, on=cluster)"
+                if known
+                else "save it again with run.save(path)"
+            )
+            raise EmuError(f"{path} cannot be read as a saved run: {error}", cure) from error
         except Exception as error:  # safetensors' own error type
             raise EmuError(f"{path} is damaged: {error}", "save it again with run.save(path)") from error
         return Run(None, mesh, where, results, trace, head["launch_mode"])
 
 
 attach(Run)
+
+
+def _write_whole(target: Path, content: bytes) -> None:
+    """Writes beside the target first, so that the target is there whole or as it was."""
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".emu-") as folder:
+        written = Path(folder) / target.name
+        written.write_bytes(content)
+        os.replace(written, target)
 
 
 def _named_cluster(name: str, nodes: int) -> Cluster:

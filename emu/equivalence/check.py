@@ -58,6 +58,7 @@ def check(
             f"the reference is a {type(reference).__name__}, not a program",
             "pass a function reference(rank) that computes the same on one device",
         )
+    wanted = _wanted(mutants)
     alone = Mesh(**dict.fromkeys(mesh.axes, 1))
     single = _with_rank(reference, len(args))
     with keeping():
@@ -80,7 +81,8 @@ def check(
             verdict, certificate_bits=max(certificate.bits.values(), default=0.0) if certificate else None
         )
         if verdict.equivalent:
-            chosen = _chosen(mutants, mutants_of(list(base.meeting_place.sites)))
+            every = mutants_of(list(base.meeting_place.sites))
+            chosen = every if wanted is None else sample(every, wanted)
             verdict = _score(verdict, chosen, program, mesh, args, base, right, arithmetic, progress)
     return verdict
 
@@ -163,13 +165,18 @@ def _is_input(name: str) -> bool:
 
 
 def _with_rank(reference: Program, n_args: int) -> Program:
-    """A reference may leave out the rank."""
+    """A reference may leave out the rank: it does if with one, an argument is too many or lands in a default."""
     try:
-        inspect.signature(reference).bind(None, *[None] * n_args)
+        signature = inspect.signature(reference)
+    except ValueError:  # a builtin, which says nothing about itself
+        return reference
+    try:
+        filled = signature.bind(None, *[None] * n_args).arguments
+        spare = any(signature.parameters[name].default is not inspect.Parameter.empty for name in filled)
     except TypeError:
+        spare = True
+    if spare and next(iter(signature.parameters), "") != "rank":
         return lambda rank, *args: reference(*args)
-    except ValueError:
-        pass
     return reference
 
 
@@ -203,17 +210,15 @@ def _size(error: float) -> str:
     return f"relative error {error:.2g}"
 
 
-def _chosen(mutants: str | int, every: list[Mutant]) -> list[Mutant]:
+def _wanted(mutants: str | int) -> int | None:
+    """How many mutants to run at most; None means all."""
     if isinstance(mutants, str) and mutants.isdecimal():
         mutants = int(mutants)
-    if mutants == "all":
-        return every
-    if mutants == "none":
-        return []
-    if mutants == "sampled":
-        return sample(every, SAMPLE)
     if isinstance(mutants, int) and not isinstance(mutants, bool) and mutants >= 0:
-        return sample(every, mutants)
+        return mutants
+    counts = {"all": None, "none": 0, "sampled": SAMPLE}
+    if isinstance(mutants, str) and mutants in counts:
+        return counts[mutants]
     raise EmuError(f"mutants={mutants!r}", 'use "none", "sampled", "all", or a number')
 
 

@@ -25,12 +25,16 @@ class Keeper:
     """Holds on to what one rank's program makes, which would die with its last frame."""
 
     def __init__(self) -> None:
-        self.parameters: list[Tensor] = []
+        self.parameters: dict[int, Tensor] = {}  # by id, in the order they were met
         self.optimizers: dict[int, Any] = {}
+
+    def keep(self, parameter: Any) -> None:
+        if isinstance(parameter, Tensor):
+            self.parameters.setdefault(id(parameter), parameter)
 
     def digest(self) -> bytes:
         bits = hashlib.blake2b(digest_size=16)
-        for p in self.parameters:
+        for p in self.parameters.values():
             _add(bits, p)
             _add(bits, p.grad)
         for optimizer in self.optimizers.values():
@@ -56,7 +60,8 @@ def keeping() -> Iterator[None]:
     import torch.optim.optimizer as optimizer
 
     handles = [
-        nn_module.register_module_parameter_registration_hook(_parameter),
+        nn_module.register_module_parameter_registration_hook(_registered),
+        nn_module.register_module_forward_pre_hook(_called),  # a copied module registers nothing, but is called
         optimizer.register_optimizer_step_post_hook(_stepped),
     ]
     try:
@@ -85,13 +90,23 @@ def _add(bits: Any, value: Any) -> None:
         bits.update(repr(value).encode())
 
 
-def _parameter(module: Any, name: str, parameter: Any) -> None:
+def _registered(module: Any, name: str, parameter: Any) -> None:
     keeper = getattr(_here, "keeper", None)
-    if keeper is not None and isinstance(parameter, Tensor) and not any(p is parameter for p in keeper.parameters):
-        keeper.parameters.append(parameter)
+    if keeper is not None:
+        keeper.keep(parameter)
+
+
+def _called(module: Any, args: Any) -> None:
+    keeper = getattr(_here, "keeper", None)
+    if keeper is not None:
+        for parameter in module._parameters.values():
+            keeper.keep(parameter)
 
 
 def _stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
     keeper = getattr(_here, "keeper", None)
     if keeper is not None:
         keeper.optimizers[id(optimizer)] = optimizer
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                keeper.keep(parameter)

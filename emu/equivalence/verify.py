@@ -44,8 +44,9 @@ def verify(
     mesh = mesh_of(plan)
 
     def fresh() -> Any:
-        # A module that was passed in is copied, so that no two ranks share it; a factory makes one for every rank.
-        return copy.deepcopy(made) if isinstance(model, nn.Module) else model()
+        # A module that was passed in is copied, so that no two ranks share it, into the dtype that the tier computes in;
+        # a factory makes one for every rank, in that dtype.
+        return copy.deepcopy(made).to(torch.get_default_dtype()) if isinstance(model, nn.Module) else model()
 
     def program(rank: Rank) -> Any:
         distributed = parallelize(fresh(), plan, rank)
