@@ -258,7 +258,7 @@ class Group:
                 kind, tensor, peer = message
             except (TypeError, ValueError):
                 kind = tensor = peer = None
-            if kind not in ("send", "recv"):
+            if kind not in ("send", "recv") or not isinstance(tensor, Tensor):
                 raise CollectiveError(
                     f"{self._at('exchange')}: {message!r:.80} is not a message",
                     'write each as ("send", tensor, to) or ("recv", out, from)',

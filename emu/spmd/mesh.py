@@ -32,7 +32,7 @@ class Mesh:
             if axis == "edp":
                 raise MeshError("'edp' is what is left over by ep and etp", "leave it out: it follows from the others")
         folds = {axis: axes.pop(axis, 1) for axis in ("ep", "etp")}
-        self.axes: Mapping[str, int] = dict(axes)
+        self.axes: dict[str, int] = dict(axes)
         self.size = prod(axes.values())
         self.on = on
         dense = self.size // self.axes.get("pp", 1)
@@ -42,7 +42,7 @@ class Mesh:
                 f"ep={folds['ep']} x etp={folds['etp']} = {inner} does not divide the {dense} dense ranks of a stage",
                 f"choose ep * etp among the divisors of {dense}",
             )
-        self.folds: Mapping[str, int] = {"edp": dense // inner, **folds} if inner > 1 else {}
+        self.folds: dict[str, int] = {"edp": dense // inner, **folds} if inner > 1 else {}
         devices = getattr(on, "n_devices", None)
         if devices is not None and self.size > devices:
             raise MeshError(
@@ -91,11 +91,10 @@ class Mesh:
         return tuple(self.rank_at({**here, **coords}) for coords in group)
 
     def _folded(self, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
-        folds = self.folds or {"edp": self.size // self.axes.get("pp", 1), "ep": 1, "etp": 1}
         stage = self._dense(rank, tuple(axis for axis in self.axes if axis != "pp"))
-        sub = Mesh()
-        sub.axes, sub.size = folds, len(stage)
-        return tuple(stage[i] for i in sub._dense(stage.index(rank), axes))
+        inside = Mesh()  # the stage's ranks, arranged once more along the expert axes
+        inside.axes, inside.size = self.folds or {"edp": len(stage), "ep": 1, "etp": 1}, len(stage)
+        return tuple(stage[i] for i in inside._dense(stage.index(rank), axes))
 
     def _check(self, rank: int) -> None:
         if not 0 <= rank < self.size:

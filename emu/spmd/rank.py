@@ -55,7 +55,9 @@ class Device(Protocol):
     """What a rank needs of the device beneath it, virtual or real."""
 
     torch_device: torch.device
-    channel: Channel
+
+    @property
+    def channel(self) -> Channel: ...
 
     def stream(self, name: str) -> Stream: ...
 

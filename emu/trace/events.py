@@ -7,10 +7,10 @@ transfer costs is decided afterwards, by pricing the trace on a cluster.
 
 from __future__ import annotations
 
-from typing import NamedTuple, Union
+from typing import NamedTuple
 
-CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "communication", "temporary")
-PHASES = ("", "forward", "backward", "recompute", "optimizer")
+CATEGORIES: tuple[str, ...] = ("parameters", "gradients", "optimizer", "activations", "communication", "temporary")
+PHASES: tuple[str, ...] = ("", "forward", "backward", "recompute", "optimizer")
 
 
 class Kernel(NamedTuple):
@@ -119,7 +119,7 @@ class Mark(NamedTuple):
     name: str
 
 
-Event = Union[Kernel, Collective, Transfer, Wait, EventRecord, EventWait, HostWait, Alloc, Free, Recategorise, Mark]
+Event = Kernel | Collective | Transfer | Wait | EventRecord | EventWait | HostWait | Alloc | Free | Recategorise | Mark
 EVENTS: tuple[type, ...] = (
     Kernel,
     Collective,

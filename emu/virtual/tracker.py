@@ -49,6 +49,10 @@ class Tracker(TorchDispatchMode):
         self._kernel: _OneKernel | None = None
         device.tracker = self
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # otherwise torch wraps the method below, at 5 us an op, and loads its compiler for it
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         scheduler = self._scheduler
         if scheduler.preempts or scheduler.ending:
@@ -74,7 +78,7 @@ class Tracker(TorchDispatchMode):
                 learns = True
             block = getattr(t.untyped_storage(), "_emu", None)
             if block is None or block.ledger is not ledger:
-                self.foreign(t, op.writes and any(t is args[i] for i in op.writes if i < len(args)), op.name)
+                self.foreign(t, any(t is args[i] for i in op.writes if i < len(args)), op.name)
             elif type(t) is nn.Parameter and not block.watched:
                 self.adopt(t, block)
 
