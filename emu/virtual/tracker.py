@@ -186,6 +186,14 @@ class Tracker(TorchDispatchMode):
             parameter._emu_watched = True  # type: ignore[attr-defined]
             parameter.register_post_accumulate_grad_hook(lambda p: _gradient(reference(), p))
 
+    def watch(self, module: nn.Module, name: str) -> None:
+        """Names a module's parts, and in memory its parameters and buffers."""
+        self.names.watch(module, name)
+        for path, tensor in (*module.named_parameters(), *module.named_buffers()):
+            block = getattr(tensor.untyped_storage(), "_emu", None)
+            if block is not None and block.ledger is self._ledger:
+                self._ledger.recategorise(block, "parameters", ".".join(filter(None, (name, path))))
+
     def gradient(self, parameter: Tensor) -> None:
         if parameter.grad is not None:
             self.account(parameter.grad, "gradients")
