@@ -131,6 +131,7 @@ class _Arithmetic:
                     mode = ExactMode(self.values, self.gradients, certify=certifying is not None)
                     if certifying is not None:
                         certifying.append(mode)
+                    rank._device.inside_kernel = mode.kernel  # type: ignore[attr-defined]
                     with mode:
                         yield
                 else:

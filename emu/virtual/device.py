@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,6 +49,7 @@ class VirtualDevice:
         self._sequence: dict[Any, int] = {}
         self._works = self._event_count = 0
         self._on_current = False
+        self.inside_kernel: Callable[[], AbstractContextManager[Any]] = nullcontext  # what a tier's arithmetic does there
         self.clock: Clock | None = None  # for order="time"
 
     # The Device protocol.
@@ -70,15 +71,12 @@ class VirtualDevice:
 
     @contextmanager
     def kernel(self, name: str, flops: int | None, bytes: int | None) -> Iterator[None]:
-        if self.tracker is None:
-            yield
-            return
-        with self.tracker.one_kernel(name, flops, bytes):
+        with self.inside_kernel(), self.tracker.one_kernel(name, flops, bytes) if self.tracker else nullcontext():
             yield
 
     def watch(self, module: nn.Module, name: str) -> None:
         if self.tracker is not None:
-            self.tracker.names.watch(module, name)
+            self.tracker.watch(module, name)
 
     def mark(self, name: str) -> None:
         self.events.append(Mark(name))
@@ -132,7 +130,9 @@ class VirtualDevice:
         what = f"{group.label}.{call.kind} number {seq}"
         self._works += 1
         work = self._works
-        self._use(call.source, stream, call.target is call.source, what, line)
+        # In place, a broadcast's root only reads, and a reduction writes on its root alone.
+        roots = {"broadcast": call.root != group.rank, "reduce": call.root == group.rank}
+        self._use(call.source, stream, call.target is call.source and roots.get(call.kind, True), what, line)
         if call.target is not call.source:
             self._use(call.target, stream, True, what, line)
         event = recorded(group, call, seq, stream.name, self.stream_now.name, work)

@@ -257,7 +257,7 @@ class Tracker(TorchDispatchMode):
             kernel.flops if flops is None else flops,
             kernel.bytes + out_bytes if bytes is None else bytes,
             kernel.dtype,
-            (),
+            kernel.dims,
             self.device.stream_now.name,
         )
         self._events.append(event)
@@ -272,11 +272,15 @@ class _OneKernel:
         self.made: list[weakref.ref[Any]] = []
         self.flops = self.bytes = 0
         self.dtype = "float32"
+        self.dims: tuple[int, ...] = ()  # of the largest product inside: what tensor cores see of it
+        self._most = 0
         self._read: set[int] = set()
 
     def saw(self, op: Op, args: Any, inputs: list[Tensor], outputs: Any) -> None:
         work = op.count(args, outputs) if op.count is not None else default_work(inputs, outputs)
         self.flops += work.flops
+        if work.dims and work.flops > self._most:
+            self._most, self.dims = work.flops, work.dims
         if outputs:
             self.dtype = _dtypes.get(outputs[0].dtype) or _name(outputs[0].dtype)
         for t in inputs:
