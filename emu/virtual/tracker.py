@@ -18,7 +18,7 @@ from emu.spmd.errors import CrossRankAccess
 from emu.trace.events import Kernel
 from emu.trace.ops import Op, default_work, op_of
 from emu.virtual.device import VirtualDevice, refuse_trainable
-from emu.virtual.hbm import Block
+from emu.virtual.hbm import Block, Ledger
 from emu.virtual.names import Names
 from emu.virtual.rendezvous import user_line
 from emu.virtual.shapes import META, only_moves, without_values
@@ -116,6 +116,7 @@ class Tracker(TorchDispatchMode):
                 storage = t.untyped_storage()
                 if getattr(storage, "_emu", None) is None:
                     if kernel is not None:
+                        storage._emu = _Inner(ledger)
                         kernel.made.append(weakref.ref(storage))
                     else:
                         category = self.category or ("activations" if grad and not self.stepping else "temporary")
@@ -191,7 +192,7 @@ class Tracker(TorchDispatchMode):
         self.names.watch(module, name)
         for path, tensor in (*module.named_parameters(), *module.named_buffers()):
             block = getattr(tensor.untyped_storage(), "_emu", None)
-            if block is not None and block.ledger is self._ledger:
+            if type(block) is Block and block.ledger is self._ledger:
                 self._ledger.recategorise(block, "parameters", ".".join(filter(None, (name, path))))
 
     def gradient(self, parameter: Tensor) -> None:
@@ -201,14 +202,14 @@ class Tracker(TorchDispatchMode):
     def account(self, t: Tensor, category: str) -> None:
         """Moves a tensor's storage to a category, if this device has it."""
         block = getattr(t.untyped_storage(), "_emu", None)
-        if block is not None and block.ledger is self._ledger and block.category != "parameters":
+        if type(block) is Block and block.ledger is self._ledger and block.category != "parameters":
             self._ledger.recategorise(block, category)
 
     def resized(self, storage: Any) -> None:
         block = getattr(storage, "_emu", None)
         if block is None:
             self._ledger.alloc(storage, self.category or "temporary", self.names.scope, self.device.stream_now.name)
-        elif block.ledger is self._ledger:
+        elif type(block) is Block and block.ledger is self._ledger:
             self._ledger.resized(block, storage.nbytes(), self.device.stream_now.name)
 
     def _order(self, op: Op, inputs: list[Tensor], outputs: Any, args: Any, stream: Any) -> None:
@@ -245,7 +246,7 @@ class Tracker(TorchDispatchMode):
         node = _node()
         for reference in kernel.made:
             storage = reference()
-            if storage is not None and getattr(storage, "_emu", None) is None:
+            if storage is not None:
                 out_bytes += storage.nbytes()
                 category = "activations" if _grad() else "temporary"
                 self._ledger.alloc(storage, category, self.names.scope, self.device.stream_now.name)
@@ -263,6 +264,17 @@ class Tracker(TorchDispatchMode):
         self._events.append(event)
         if self.device.clock is not None:
             self.device.clock.kernel(event)
+
+
+class _Inner:
+    """In place of a block: a storage made inside a kernel, which is this device's but takes none of its memory."""
+
+    __slots__ = ("bytes", "category", "ledger", "readers", "scope", "watched", "writer")
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger, self.watched, self.bytes = ledger, True, 0
+        self.category, self.scope = "temporary", ""
+        self.writer = self.readers = None
 
 
 class _OneKernel:
@@ -285,7 +297,8 @@ class _OneKernel:
             self.dtype = _dtypes.get(outputs[0].dtype) or _name(outputs[0].dtype)
         for t in inputs:
             storage = t.untyped_storage()
-            if getattr(storage, "_emu", None) is not None and id(storage) not in self._read:
+            block = getattr(storage, "_emu", None)
+            if type(block) is Block and id(storage) not in self._read:
                 self._read.add(id(storage))
                 self.bytes += t.nbytes
 
