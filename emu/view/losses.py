@@ -74,7 +74,7 @@ def _draw_differences(axes: Axes, first: str, reference: np.ndarray, others: Seq
     """|difference| on a log axis; where all are zero there is nothing to draw, and that is said."""
     from matplotlib.ticker import NullFormatter, StrMethodFormatter
 
-    largest, broken, compared = 0.0, False, len(reference)
+    largest, smallest, broken, compared, zeros = 0.0, np.inf, False, len(reference), 0
     for i, (_, curve) in enumerate(others):
         compared = min(compared, len(curve))
         one, other = reference[: len(curve)], curve[: len(reference)]
@@ -82,6 +82,8 @@ def _draw_differences(axes: Axes, first: str, reference: np.ndarray, others: Seq
             apart = np.where(one == other, 0.0, np.abs(other - one))  # equal infinities are equal
         broken = broken or not bool(np.isfinite(apart).all())
         largest = max(largest, float(np.max(apart, initial=0.0, where=np.isfinite(apart))))
+        zeros += int((apart == 0).sum())
+        smallest = min(smallest, float(np.min(apart, initial=np.inf, where=apart > 0)))
         colour, marker = _look(i)
         drawn = np.where((apart == 0) | ~np.isfinite(apart), np.nan, apart)  # a log axis has no zero
         axes.plot(range(len(drawn)), drawn, marker=marker, color=colour, markersize=3, linewidth=0.8, fillstyle="none")
@@ -90,6 +92,7 @@ def _draw_differences(axes: Axes, first: str, reference: np.ndarray, others: Seq
     steps = "at every step" if compared == longest else f"in the first {compared} steps"
     if largest > 0:
         axes.set_yscale("log")
+        axes.set_ylim(10 ** np.floor(np.log10(smallest) - 0.01), 10 ** np.ceil(np.log10(largest) + 0.01))
         axes.yaxis.set_major_formatter(StrMethodFormatter("{x:.0e}"))
         axes.yaxis.set_minor_formatter(NullFormatter())
     else:
@@ -100,4 +103,6 @@ def _draw_differences(axes: Axes, first: str, reference: np.ndarray, others: Seq
         said = "not a number at some step"
     else:
         said = f"at most {largest:.2g} {steps}" if largest > 0 else f"exactly zero {steps}"
+        if largest > 0 and zeros:
+            said += f"; {zeros} time{'s' * (zeros > 1)} exactly zero, which is not drawn"
     axes.set_title(f"difference from {first}: {said}", loc="left", fontsize=9)

@@ -75,6 +75,9 @@ def timeline_figure(
             if len(shown) < len(have):
                 heading += f": {len(shown)} of {len(have)} ranks shown"
         axes.set_title(heading, loc="left", pad=16)
+        if _blurred(rows, start_s, end_s):
+            note = "pale bars: kernels too short for this picture; the shade is the share of time that they run"
+            axes.set_title(note, loc="right", fontsize=8, color=FAINT_INK, pad=16)
         _legend(figure, looks, marked)
     return figure
 
@@ -92,6 +95,13 @@ def _places(rows: Sequence[Row]) -> list[float]:
         step = 0.0 if i == 0 else 1.0 + (RANK_GAP if row.rank != rows[i - 1].rank else 0.0)
         places.append((places[-1] if places else 0.0) + step)
     return places
+
+
+def _blurred(rows: Sequence[Row], start_s: float, end_s: float) -> bool:
+    """Whether somewhere a hundred bars or more are, for the most part, too narrow to be seen one by one."""
+    column_s = (end_s - start_s) / (COLUMNS / 2)
+    crowds = [bars for row in rows for bars in row.bars.values() if len(bars) >= 100]
+    return any(np.median(bars[:, 1] - bars[:, 0]) < 2 * column_s for bars in crowds)
 
 
 def _paint(look: Look) -> Paint:

@@ -88,7 +88,7 @@ def training_step(ranks=8, **options):
 
 
 def priced(trace=None, nodes=1):
-    return price(trace or training_step(), cluster("h100", nodes=nodes))
+    return price(training_step() if trace is None else trace, cluster("h100", nodes=nodes))
 
 
 @pytest.fixture
