@@ -50,12 +50,12 @@ def verify(
 
     def program(rank: Rank) -> Any:
         distributed = parallelize(fresh(), plan, rank)
-        loss = distributed.backward(data)
+        loss = distributed.backward(_in_tier(data))
         return {"loss": loss, "parameters": grads(distributed.model)}
 
     def reference(rank: Rank) -> Any:
-        plain = fresh()
-        loss = plain.loss_sum(data.x, data.y)
+        plain, whole = fresh(), _in_tier(data)
+        loss = plain.loss_sum(whole.x, whole.y)
         loss.backward()
         for p in plain.parameters():
             if p.grad is not None:
@@ -63,6 +63,12 @@ def verify(
         return {"loss": loss.detach() / data.tokens, "parameters": grads(plain)}
 
     return check(program, mesh, reference, tier=tier, mutants=mutants, progress=progress)
+
+
+def _in_tier(data: Batch) -> Batch:
+    """The batch in the dtype that the tier computes in; tokens and labels stay whole numbers."""
+    x, y = (t.to(torch.get_default_dtype()) if t.is_floating_point() else t for t in (data.x, data.y))
+    return Batch(x, y, data.tokens)
 
 
 def random_batch(model: nn.Module, plan: Plan) -> Batch:

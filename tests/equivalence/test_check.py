@@ -1,0 +1,331 @@
+"""Checks: what they compare, in which tier, what they say of a wrong program, and whether they would notice one."""
+
+import pytest
+import torch
+
+import emu
+from emu.equivalence import check
+from emu.models import GPT, Config
+
+SMALL = Config(layers=1, width=8, heads=2, ffn=8, vocab=11, seq=4)
+TIERS = ("exact", "float64", "float32")
+
+
+def data(rows=5):
+    g = torch.Generator().manual_seed(3)
+    return emu.Batch(*(torch.randint(0, SMALL.vocab, (rows, SMALL.seq), generator=g) for _ in "xy"))
+
+
+def program(rank):
+    """Data parallelism by hand, with raw collectives."""
+    batch, model, dp = data(), GPT(SMALL, seed=0), rank.group("dp")
+    x, y = batch.shard(rank, "dp")
+    loss = model.loss_sum(x, y)
+    loss.backward()
+    for p in model.parameters():
+        dp.all_reduce(p.grad).div_(batch.tokens)
+    return {"loss": dp.all_reduce(loss.detach().clone()).div_(batch.tokens), "parameters": emu.grads(model)}
+
+
+def reference():
+    batch, model = data(), GPT(SMALL, seed=0)
+    loss = model.loss_sum(batch.x, batch.y)
+    loss.backward()
+    for p in model.parameters():
+        p.grad.div_(batch.tokens)
+    return {"loss": loss.detach() / batch.tokens, "parameters": emu.grads(model)}
+
+
+MESH = emu.Mesh(dp=3)
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_a_right_program_is_equivalent_in_every_tier(tier):
+    found = check(program, MESH, reference, tier=tier)
+    assert found and found.equivalent and found.tier == tier
+    assert found.mutants == 8 and found.mutants_killed == 8
+    assert tier in str(found) and "8 of 8 mutants killed" in str(found)
+    assert (found.certificate_bits is not None) == (tier == "exact")
+    if tier == "exact":
+        assert found.max_rel_err == 0
+    assert found.max_rel_err < {"exact": 1e-300, "float64": 1e-12, "float32": 1e-5}[tier]
+
+
+@pytest.mark.parametrize(("size", "tiers"), [(1e-4, ()), (1e-7, ("float32",)), (1e-14, ("float32", "float64"))])
+def test_each_tier_sees_errors_down_to_its_own_size(size, tiers):
+    def slightly_wrong(rank):
+        result = program(rank)
+        for g in result["parameters"].values():
+            g.mul_(1 + size)
+        return result
+
+    for tier in TIERS:
+        found = check(slightly_wrong, MESH, reference, tier=tier, mutants="none")
+        assert found.equivalent == (tier in tiers), f"{tier}: {found}"
+
+
+# What is refused before anything runs.
+
+
+def test_an_unknown_tier_is_refused_with_the_list():
+    with pytest.raises(emu.EmuError, match=r"no tier 'bf16'.*\n.*exact, float64, float32"):
+        check(program, MESH, reference, tier="bf16")
+
+
+@pytest.mark.parametrize("wrong", [None, 3, {"loss": 1.0}])
+def test_a_reference_that_is_no_function_is_refused(wrong):
+    with pytest.raises(emu.EmuError, match=r"the reference is a .*, not a program\n.*reference\(rank\)"):
+        check(program, MESH, wrong)
+
+
+@pytest.mark.parametrize("wrong", ["some", -1, 2.5, True, None])
+def test_a_wrong_number_of_mutants_is_refused_before_anything_runs(wrong):
+    with pytest.raises(emu.EmuError, match='"none", "sampled", "all", or a number'):
+        check(lambda rank: pytest.fail("it ran"), MESH, lambda: pytest.fail("it ran"), mutants=wrong)
+
+
+@pytest.mark.parametrize(
+    ("asked", "run"), [("none", 0), (0, 0), (3, 3), ("3", 3), ("sampled", 8), ("all", 10), (99, 10)]
+)
+def test_as_many_mutants_run_as_were_asked_for(asked, run):
+    found = check(program, MESH, reference, tier="float64", mutants=asked)
+    assert found and (found.mutants, found.mutants_killed) == (run, run)
+
+
+# What cannot be compared, or says nothing.
+
+
+def test_an_empty_result_proves_nothing():
+    found = check(lambda rank: None, MESH, lambda: None)
+    assert not found and "returns nothing to compare" in found.why and "emu.grads(model)" in found.why
+
+
+def test_an_all_zero_result_proves_nothing():
+    found = check(lambda rank: torch.zeros(3), MESH, lambda: torch.zeros(3))
+    assert not found and not found.equivalent and "every result is zero" in found.why
+    assert check(lambda rank: torch.ones(3), MESH, lambda: torch.ones(3))
+
+
+def test_a_result_that_cannot_be_compared_is_named():
+    with pytest.raises(emu.EmuError, match="model is a Linear, which cannot be compared"):
+        check(program, MESH, lambda: {"model": torch.nn.Linear(1, 1)})
+
+
+def test_a_result_that_one_side_lacks_is_named():
+    def without_loss(rank):
+        return {"parameters": program(rank)["parameters"]}
+
+    found = check(without_loss, MESH, reference, mutants="none")
+    assert not found and found.first_divergence == "loss" and "the program has none" in found.why
+    found = check(program, MESH, lambda: {"parameters": reference()["parameters"]}, mutants="none")
+    assert not found and found.first_divergence == "loss" and "the reference has none" in found.why
+
+
+def test_another_shape_is_named_with_both():
+    found = check(lambda rank: torch.ones(2), MESH, lambda: torch.ones(3))
+    assert not found and "shapes (2,) and (3,)" in found.why
+
+
+def test_what_is_not_finite_is_never_equivalent():
+    for value in (float("nan"), float("inf")):
+        found = check(lambda rank, v=value: torch.tensor([1.0, v]), MESH, lambda: torch.ones(2), tier="float64")
+        assert not found and "not finite" in found.why
+
+
+def test_replicas_that_disagree_are_named_with_their_ranks():
+    found = check(lambda rank: {"w": torch.tensor([1.0 + (rank == 2)])}, MESH, lambda: {"w": torch.ones(1)})
+    assert not found and found.first_divergence == found.worst_parameter == "w"
+    assert "ranks 0 and 2" in found.why and "'dp'" in found.why
+
+
+def test_a_rank_that_returns_less_is_named():
+    found = check(lambda rank: {"w": torch.ones(1)} if rank != 1 else {}, MESH, lambda: {"w": torch.ones(1)})
+    assert not found and "rank 1" in found.why and "'w'" in found.why
+
+
+def test_pieces_are_put_together_by_their_layouts():
+    whole = torch.arange(6.0) + 1
+
+    def pieces(rank, placement):
+        mine = {"shard": whole.split(2)[rank], "partial": whole / 4 * (rank + 1 if rank < 2 else 1)}[placement]
+        layout = {"shard": emu.Shard(0), "partial": emu.Partial("sum")}[placement]
+        return emu.Grads({"w": mine.clone()}, {"w": emu.Layout({"dp": layout})})
+
+    def right(placement):
+        return {"w": whole.clone()}
+
+    for placement in ("shard", "partial"):
+        assert check(pieces, MESH, right, args=(placement,), tier="float64")
+    forgot = check(lambda rank, placement: {"w": pieces(rank, placement)["w"]}, MESH, right, args=("shard",))
+    assert not forgot  # without its layout a piece is a replica that disagrees
+
+
+# A reference with a rank, without one, and with arguments.
+
+
+def test_a_reference_may_take_the_rank_or_leave_it_out():
+    def with_rank(rank, scale):
+        assert rank == 0 and rank.group("dp").size == 1
+        return torch.ones(2) * scale
+
+    def with_default(scale, unused=None):
+        assert unused is None
+        return torch.ones(2) * scale
+
+    def named_rank(rank, scale=None):
+        return torch.ones(2) * scale
+
+    for right in (
+        with_rank,
+        with_default,
+        named_rank,
+        lambda scale: torch.ones(2) * scale,
+        lambda *a: torch.ones(2) * a[-1],
+    ):
+        assert check(lambda rank, scale: torch.ones(2) * scale, MESH, right, args=(3.0,))
+        assert not check(lambda rank, scale: torch.ones(2) * scale + 1, MESH, right, args=(3.0,))
+
+
+# Mutants.
+
+
+def test_a_program_that_returns_too_little_leaves_survivors_and_is_not_accepted():
+    def only_loss(rank):
+        return {"loss": program(rank)["loss"]}
+
+    found = check(only_loss, MESH, lambda: {"loss": reference()["loss"]}, mutants="all")
+    assert found.equivalent and not found  # the loss is right, but gradients went unchecked
+    assert len(found.survivors) == 5 and found.mutants_killed == 5
+    assert all("dp.all_reduce at" in survivor for survivor in found.survivors)
+    assert "must return more" in found.why and "went unnoticed" in str(found)
+
+
+@pytest.mark.parametrize("way", ["copied", "optimizer"])
+def test_whatever_holds_the_parameters_survivors_are_noticed(way):
+    """A deep copy registers no parameter, and a bare tensor belongs to no module: both are states nevertheless."""
+    import copy
+
+    def too_little(rank):
+        if way == "copied":
+            model = copy.deepcopy(GPT(SMALL, seed=0))
+            model.loss_sum(data().x, data().y).backward()
+            weights = list(model.parameters())
+        else:
+            weights = [torch.ones(3, requires_grad=True)]
+            (weights[0] * (rank + 1)).sum().backward()
+        for w in weights:
+            rank.group("dp").all_reduce(w.grad)
+        if way == "optimizer":
+            torch.optim.SGD(weights, lr=0.5).step()
+        return torch.ones(1)
+
+    found = check(too_little, MESH, lambda: torch.ones(1), tier="float64", mutants="all")
+    assert found.equivalent and not found and found.survivors
+
+
+def test_a_communication_that_changes_nothing_has_equivalent_mutants():
+    """Which mutants are equivalent is read off the ranks' states, so what is thrown away counts for nothing."""
+
+    def wasteful(rank):
+        rank.group("dp").all_reduce(torch.ones(3) * (rank + 1))
+        return torch.ones(1)
+
+    found = check(wasteful, MESH, lambda: torch.ones(1), mutants="all")
+    assert found and (found.mutants, found.mutants_equivalent, found.mutants_killed) == (5, 5, 0)
+    assert "5 more change nothing" in str(found)
+
+
+def test_a_mutant_that_makes_the_program_fail_is_killed():
+    def careful(rank):
+        total = rank.group("dp").all_reduce(torch.ones(2))
+        if total[0] != 3:
+            raise AssertionError("lost a rank")
+        return total
+
+    found = check(careful, MESH, lambda: torch.full((2,), 3.0), mutants="all")
+    assert found and found.mutants_killed == found.mutants == 5
+
+
+@pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter", "all_to_all", "broadcast", "scatter", "send"])
+def test_mutants_of_every_kind_of_communication_are_killed(kind):
+    def talk(rank):
+        dp, x = rank.group("dp"), torch.arange(6.0) + 10 * rank + 1
+        if kind == "send":
+            out = torch.zeros(6)
+            dp.exchange([("send", x, (rank + 1) % 3), ("recv", out, (rank - 1) % 3)])
+        else:
+            out = getattr(dp, kind)(x.clone())
+        return emu.Grads({"out": out}, {"out": emu.Layout({"dp": emu.Shard(0)})})
+
+    expected = torch.cat([r["out"] for r in emu.launch(talk, MESH).results])
+    found = check(talk, MESH, lambda: {"out": expected.double()}, tier="float64", mutants="all")
+    assert found and found.mutants_killed == found.mutants > 0, str(found)
+
+
+def test_a_program_on_one_rank_has_no_mutants():
+    found = check(program, emu.Mesh(dp=1), reference, mutants="all")
+    assert found and found.mutants == 0
+
+
+# emu.verify.
+
+
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("kind", ["module", "factory"])
+def test_a_plan_is_verified_for_a_module_or_a_function_that_makes_one(tier, kind):
+    model = GPT(SMALL, seed=0) if kind == "module" else lambda: GPT(SMALL, seed=0)
+    found = emu.verify(model, emu.Plan("dp=3", global_batch=5, seq=4), tier=tier, mutants=4)
+    assert found and found.mutants_killed == 4, str(found)
+    if kind == "module":  # it is left as it was
+        assert all(p.grad is None and p.dtype == torch.float32 for p in model.parameters())
+
+
+def test_verify_says_what_a_model_lacks():
+    with pytest.raises(emu.EmuError, match=r"Linear has no loss_sum\(x, y\)"):
+        emu.verify(torch.nn.Linear(1, 1), emu.Plan("dp=2"))
+
+    class Bare(torch.nn.Linear):
+        def loss_sum(self, x, y):
+            return self(x).sum()
+
+    with pytest.raises(emu.EmuError, match=r"does not say its vocabulary.*\n.*pass a batch"):
+        emu.verify(Bare(1, 1), emu.Plan("dp=2"))
+    with_batch = emu.Batch(torch.ones(3, 1), torch.zeros(3))
+    assert emu.verify(lambda: Bare(1, 1), emu.Plan("dp=2"), with_batch, tier="float64")
+
+
+def test_a_model_that_depends_on_more_than_its_rows_is_not_equivalent():
+    """Batch statistics are of each rank's own rows: a real fault of data parallelism, not noise."""
+
+    class Statistics(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = torch.nn.Parameter(torch.ones(2))
+
+        def loss_sum(self, x, y):
+            return ((x - x.mean(0)) * self.w).pow(2).sum()
+
+    batch = emu.Batch(torch.arange(8.0).reshape(4, 2) ** 2, torch.zeros(4))
+    found = emu.verify(Statistics, emu.Plan("dp=2"), batch, tier="float64")
+    assert not found and found.first_divergence == "loss"
+    assert emu.verify(Statistics, emu.Plan("dp=1"), batch, tier="float64")
+
+
+# After a run.
+
+
+def test_a_run_checks_itself_and_a_loaded_one_cannot(tmp_path):
+    run = emu.launch(program, MESH)
+    assert run.check(reference, mutants="none")
+    assert not run.check(lambda: {name: t * 2 for name, t in reference().items() if name == "loss"}, mutants="none")
+    run.save(tmp_path / "run")
+    with pytest.raises(emu.EmuError, match=r"has no program.*\n.*launch the program again"):
+        emu.Run.load(tmp_path / "run").check(reference)
+
+
+def test_a_check_leaves_torch_as_it_was():
+    before, state = torch.get_default_dtype(), torch.random.get_rng_state()
+    check(program, MESH, reference, mutants="none")
+    with pytest.raises(ZeroDivisionError):
+        check(lambda rank: 1 / 0, MESH, reference)
+    assert torch.get_default_dtype() == before and torch.equal(torch.random.get_rng_state(), state)

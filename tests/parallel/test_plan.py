@@ -1,0 +1,50 @@
+"""A plan that cannot be says which field is wrong and what to write instead."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import emu
+from emu.parallel import mesh_of, parse_mesh
+from emu.spmd import PlanError
+
+
+@pytest.mark.parametrize(
+    "text", ["dp", "dp=0", "dp=-1", "dp=2,dp=2", "dp=x", "dp=2;tp=2", "=2", "dp=1.5", "dp==2", "2=dp"]
+)
+def test_a_mesh_that_is_no_list_of_axes_is_refused_with_an_example(text):
+    with pytest.raises(PlanError, match='write the mesh as "dp=2,tp=4"') as error:
+        emu.Plan(text)
+    assert error.value.field == "mesh" and text in str(error.value)
+
+
+@given(st.dictionaries(st.sampled_from(["pp", "dp", "cp", "tp", "ep"]), st.integers(1, 64)))
+def test_a_mesh_is_read_in_the_order_it_is_written(axes):
+    text = " , ".join(f"{axis} = {size}" for axis, size in axes.items())
+    assert list(parse_mesh(text).items()) == list(axes.items())
+
+
+def test_an_axis_without_a_strategy_names_the_nearest_plan():
+    with pytest.raises(PlanError, match=r"no strategy for axis 'tp'.*\n.*nearest plan is mesh=dp=4") as error:
+        emu.Plan("dp=4,tp=2")
+    assert error.value.nearest == "dp=4"
+    with pytest.raises(PlanError, match="nearest plan is mesh=dp=1"):
+        emu.Plan("weird=3")
+    assert emu.Plan("dp=4,tp=1").axes() == {"dp": 4, "tp": 1}  # of size 1 it does nothing
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("global_batch", 0), ("global_batch", 2.0), ("global_batch", True), ("seq", -1), ("precision", "int3")],
+)
+def test_an_impossible_field_is_named(field, value):
+    with pytest.raises(PlanError) as error:
+        emu.Plan("dp=2", **{field: value})
+    assert error.value.field == field and repr(value) in str(error.value) and error.value.hint
+
+
+def test_a_plan_makes_its_mesh():
+    assert mesh_of(emu.Plan("dp=8"), emu.cluster("h100-8")).axes == {"dp": 8}
+    assert mesh_of(emu.Plan("")).size == 1
+    with pytest.raises(emu.EmuError, match="9 ranks, but h100-8 has 8 devices"):
+        mesh_of(emu.Plan("dp=9"), emu.cluster("h100-8"))
