@@ -29,12 +29,14 @@ METRICS = {
     "bubble_fraction": ("bubble", "share of the step that stages idle"),
     "bubble_ratio": ("bubble, of the ideal", "idle time of stages over their work"),
     "comm_bytes": ("bytes sent", "over links, by the rank that sends most"),
-    "peak_hbm_bytes": ("peak memory", "the most that tensors hold at once"),
+    "peak_hbm_bytes": ("peak memory", "the most that tensors hold at once, fullest rank"),
     "reserved_hbm_bytes": ("reserved memory", "what the allocator holds for it"),
     "fits": ("fits", "whether the peak is below the chip's memory"),
     "energy_j": ("energy", "electrical energy of the step, in joules"),
     "flops_convention": ("how work is counted", ""),
 }
+
+LEAST_WORDS = 24  # characters: a narrower column of words is no pleasure to read
 
 
 @dataclass(frozen=True)
@@ -63,23 +65,38 @@ class Table:
             if len(row) != len(self.headers):
                 raise ValueError(f"the row {list(row)} has {len(row)} cells for {len(self.headers)} columns")
 
-    def rich(self) -> rich.table.Table:
-        """For `rich.print` or a rich Console."""
+    def rich(self, width: int | None = None) -> rich.table.Table:
+        """For `rich.print` or a rich Console.
+
+        Args:
+            width: of the terminal in characters; None asks it. Where a last column of words would be squeezed into
+                less than 24, its words go below the table instead.
+        """
         from rich import box
+        from rich.console import Console
         from rich.table import Table as RichTable
         from rich.text import Text
 
+        widths = [max(len(str(line[i])) for line in (self.headers, *self.rows)) for i in range(len(self.headers))]
+        last = len(self.headers) - 1
+        room = (width or Console().width) - sum(widths[:last]) - 3 * (last + 1)
+        squeezed = last in self.left and last > 1 and room < min(LEAST_WORDS, widths[last])
+        notes = [self.note] if self.note else []
+        if squeezed:
+            notes = [f"{row[0]}: {row[last]}" for row in self.rows if row[last]] + notes
         table = RichTable(
             title=Text(self.title) if self.title else None,
-            caption=Text(self.note) if self.note else None,
+            caption=Text("\n".join(notes)) if notes else None,
             title_justify="left",
             caption_justify="left",
             box=box.SIMPLE_HEAD,
         )
-        for i, header in enumerate(self.headers):
-            table.add_column(Text(header), justify="left" if i in self.left else "right")
+        columns = range(last) if squeezed else range(last + 1)
+        for i in columns:
+            # The names of the rows keep their width: numbers without them say nothing.
+            table.add_column(Text(self.headers[i]), justify="left" if i in self.left else "right", no_wrap=i == 0)
         for row in self.rows:
-            table.add_row(*(Text(str(cell)) for cell in row))
+            table.add_row(*(Text(str(row[i])) for i in columns))
         return table
 
     def html(self) -> str:
@@ -146,19 +163,18 @@ def _values(metrics: Any) -> dict[tuple[str, str], str]:
                 out[f"{name}, {group}", meaning] = value_text(key, size)
         else:
             out[name, meaning] = value_text(key, value)
+            if isinstance(value, (list, tuple)) and value and value_text(key, min(value)) != value_text(key, value):
+                out[f"{name}, least", "the same, of the emptiest rank"] = value_text(key, min(value))
     return out
 
 
 def value_text(key: str, value: Any) -> str:
     """A value as text, by the unit in its name: "step_time_s" in seconds, "peak_hbm_bytes" in bytes.
 
-    A list holds one value a rank (or stage): the largest is shown, and the smallest where it differs.
+    A list holds one value a rank (or stage): the largest is shown.
     """
     if isinstance(value, (list, tuple)):
-        if not value:
-            return "–"
-        low, high = value_text(key, min(value)), value_text(key, max(value))
-        return high if low == high else f"{high} (least: {low})"
+        return value_text(key, max(value)) if value else "–"
     if isinstance(value, bool):
         return "yes" if value else "no"
     if not isinstance(value, (int, float)):
