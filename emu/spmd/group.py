@@ -1,8 +1,8 @@
 """Groups of ranks and their collectives.
 
 These are the raw collectives: they have no autograd, so they refuse tensors that require grad and name the
-differentiable twin in `emu.spmd` that does what is meant. Everything that one rank can check alone is checked here,
-once, for virtual and real devices alike; what ranks must agree on is checked where they meet.
+differentiable twin in `emu.spmd` that does what is meant. Everything that one rank can check alone is checked
+once, in arguments.py, for virtual and real devices alike; what ranks must agree on is checked where they meet.
 """
 
 from __future__ import annotations
@@ -10,20 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from emu.spmd.calls import ALGORITHMS, REDUCTIONS, Call, Channel, Finished, Message, Work
+from emu.spmd.arguments import at, peer_of, readable, reduction, sizes_of, writable
+from emu.spmd.calls import ALGORITHMS, Call, Channel, Finished, Message, Work
 from emu.spmd.errors import CollectiveError
-
-TWINS = {
-    "all_reduce": "reduce_from(x, group) (or copy_to(x, group), whose backward reduces)",
-    "all_gather": "gather_from(x, group, dim) or gather_shards(x, group, dim)",
-    "reduce_scatter": "reduce_to_shards(x, group, dim)",
-    "all_to_all": "exchange_shards(x, group, send_sizes, recv_sizes, dim)",
-    "ring_shift": "shift(x, group, by)",
-    "scatter": "scatter_to(x, group, dim)",
-}
 
 
 class Group:
@@ -59,8 +50,8 @@ class Group:
         name: str | None = None,
     ) -> Any:
         """Combines x over the group, in place, on every rank. Returns x, or Work whose wait() returns it."""
-        self._writable("all_reduce", x)
-        self._reduction("all_reduce", x, op)
+        writable(self, "all_reduce", x)
+        reduction(self, "all_reduce", x, op)
         return self._run(Call("all_reduce", x, x, op=op), async_op, algorithm, name)
 
     def reduce(
@@ -74,16 +65,16 @@ class Group:
         name: str | None = None,
     ) -> Any:
         """Combines x over the group into the root's x, in place. Off the root x keeps its value. Returns x."""
-        self._writable("reduce", x)
-        self._reduction("reduce", x, op)
-        return self._run(Call("reduce", x, x, op=op, root=self._peer("root", root)), async_op, algorithm, name)
+        writable(self, "reduce", x)
+        reduction(self, "reduce", x, op)
+        return self._run(Call("reduce", x, x, op=op, root=peer_of(self, "root", root)), async_op, algorithm, name)
 
     def broadcast(
         self, x: Tensor, root: int = 0, *, async_op: bool = False, algorithm: str | None = None, name: str | None = None
     ) -> Any:
         """Copies the root's x into everyone's x. Returns x."""
-        self._writable("broadcast", x)
-        return self._run(Call("broadcast", x, x, root=self._peer("root", root)), async_op, algorithm, name)
+        writable(self, "broadcast", x)
+        return self._run(Call("broadcast", x, x, root=peer_of(self, "root", root)), async_op, algorithm, name)
 
     # Out of place: the result is a new tensor.
 
@@ -102,8 +93,8 @@ class Group:
         Args:
             sizes: length of every rank's x along dim, where they are not all equal.
         """
-        dim = self._readable("all_gather", x, dim)
-        cut = self._sizes("all_gather", sizes, x, dim, own=True)
+        dim = readable(self, "all_gather", x, dim)
+        cut = sizes_of(self, "all_gather", sizes, x, dim, own=True)
         out = self._channel.empty(x, self._joined(x, dim, cut))
         return self._run(Call("all_gather", x, out, dim, cut), async_op, algorithm, name)
 
@@ -119,9 +110,9 @@ class Group:
         name: str | None = None,
     ) -> Any:
         """Everyone's x, concatenated along dim in group order, on the root; None elsewhere."""
-        dim = self._readable("gather", x, dim)
-        cut = self._sizes("gather", sizes, x, dim, own=True)
-        root = self._peer("root", root)
+        dim = readable(self, "gather", x, dim)
+        cut = sizes_of(self, "gather", sizes, x, dim, own=True)
+        root = peer_of(self, "root", root)
         out = self._channel.empty(x, self._joined(x, dim, cut)) if root == self.rank else None
         return self._run(Call("gather", x, out, dim, cut, root=root), async_op, algorithm, name)
 
@@ -141,9 +132,9 @@ class Group:
         Args:
             sizes: lengths of the pieces along dim, in group order, where they are not all equal.
         """
-        dim = self._readable("reduce_scatter", x, dim)
-        self._reduction("reduce_scatter", x, op)
-        cut = self._sizes("reduce_scatter", sizes, x, dim)
+        dim = readable(self, "reduce_scatter", x, dim)
+        reduction(self, "reduce_scatter", x, op)
+        cut = sizes_of(self, "reduce_scatter", sizes, x, dim)
         out = self._channel.empty(x, self._piece(x, dim, cut))
         return self._run(Call("reduce_scatter", x, out, dim, cut, op=op), async_op, algorithm, name)
 
@@ -159,9 +150,9 @@ class Group:
         name: str | None = None,
     ) -> Any:
         """This rank's piece, along dim, of the root's x. Elsewhere x states shape and dtype; its values are not read."""
-        dim = self._readable("scatter", x, dim)
-        cut = self._sizes("scatter", sizes, x, dim)
-        root = self._peer("root", root)
+        dim = readable(self, "scatter", x, dim)
+        cut = sizes_of(self, "scatter", sizes, x, dim)
+        root = peer_of(self, "root", root)
         out = self._channel.empty(x, self._piece(x, dim, cut))
         return self._run(Call("scatter", x, out, dim, cut, root=root), async_op, algorithm, name)
 
@@ -181,15 +172,15 @@ class Group:
         Args:
             send_sizes, recv_sizes: lengths along dim to and from every rank, in group order; both or neither.
         """
-        dim = self._readable("all_to_all", x, dim)
+        dim = readable(self, "all_to_all", x, dim)
         if (send_sizes is None) != (recv_sizes is None):
             given, missing = ("send_sizes", "recv_sizes") if recv_sizes is None else ("recv_sizes", "send_sizes")
             raise CollectiveError(
-                f"{self._at('all_to_all')}: {given} without {missing}",
+                f"{at(self, 'all_to_all')}: {given} without {missing}",
                 "state both: what a rank receives is what the others send it (exchange the sizes first)",
             )
-        send = self._sizes("all_to_all", send_sizes, x, dim)
-        recv = self._sizes("all_to_all", recv_sizes, None, dim) if recv_sizes is not None else None
+        send = sizes_of(self, "all_to_all", send_sizes, x, dim)
+        recv = sizes_of(self, "all_to_all", recv_sizes, None, dim) if recv_sizes is not None else None
         length = sum(recv) if recv is not None else x.shape[dim]
         out = self._channel.empty(x, (*x.shape[:dim], length, *x.shape[dim + 1 :]))
         return self._run(Call("all_to_all", x, out, dim, send, recv), async_op, algorithm, name)
@@ -212,17 +203,17 @@ class Group:
             sizes: length of every rank's tensors along dim, in group order, where they are not all equal.
         """
         many = not isinstance(tensors, Tensor)
-        calls = []
+        done = []
         for x in tensors if many else (tensors,):
-            at = self._readable("ring_shift", x, dim)
-            cut = self._sizes("ring_shift", sizes, x, at, own=True)
-            length = x.shape[at] if cut is None else cut[(self.rank - by) % self.size]
-            out = self._channel.empty(x, (*x.shape[:at], length, *x.shape[at + 1 :]) if x.dim() else ())
-            calls.append(Call("ring_shift", x, out, at, cut, by=by % self.size))
-        works = [self._run(call, True, algorithm, name) for call in calls] if async_op else None
-        if works is not None:
-            return _All(works) if many else works[0]
-        done = [self._run(call, False, algorithm, name) for call in calls]
+            along = readable(self, "ring_shift", x, dim)
+            cut = sizes_of(self, "ring_shift", sizes, x, along, own=True)
+            shape = list(x.shape)
+            if cut is not None:
+                shape[along] = cut[(self.rank - by) % self.size]
+            out = self._channel.empty(x, tuple(shape))
+            done.append(self._run(Call("ring_shift", x, out, along, cut, by=by % self.size), async_op, algorithm, name))
+        if many and async_op:
+            return _All(done)
         return done if many else done[0]
 
     def barrier(self, *, async_op: bool = False, name: str | None = None) -> Any:
@@ -260,13 +251,13 @@ class Group:
                 kind = tensor = peer = None
             if kind not in ("send", "recv") or not isinstance(tensor, Tensor):
                 raise CollectiveError(
-                    f"{self._at('exchange')}: {message!r:.80} is not a message",
+                    f"{at(self, 'exchange')}: {message!r:.80} is not a message",
                     'write each as ("send", tensor, to) or ("recv", out, from)',
                 )
-            self._readable(kind, tensor, None) if kind == "send" else self._writable(kind, tensor)
-            peer = self._peer("dst" if kind == "send" else "src", peer)
+            readable(self, kind, tensor, None) if kind == "send" else writable(self, kind, tensor)
+            peer = peer_of(self, "dst" if kind == "send" else "src", peer)
             if peer == self.rank:
-                raise CollectiveError(f"{self._at(kind)}: rank {peer} cannot talk to itself", "name another group rank")
+                raise CollectiveError(f"{at(self, kind)}: rank {peer} cannot talk to itself", "name another group rank")
             posted.append(Message(kind, tensor, peer, name or ""))
         result = [m.tensor for m in posted]
         if async_op:
@@ -278,12 +269,10 @@ class Group:
             return _First(work, result[0]) if async_op else result[0]
         return work if async_op else result
 
-    # What one rank can check alone.
-
     def _run(self, call: Call, async_op: bool, algorithm: str | None, name: str | None) -> Any:
         if algorithm is not None and algorithm not in ALGORITHMS:
             raise CollectiveError(
-                f"{self._at(call.kind)}: there is no algorithm {algorithm!r}",
+                f"{at(self, call.kind)}: there is no algorithm {algorithm!r}",
                 f"use one of {', '.join(ALGORITHMS)}, or None",
             )
         call.algorithm, call.name = algorithm or "", name or ""
@@ -291,83 +280,6 @@ class Group:
             return self._channel.collective(self, call)
         with self._channel.synchronous():
             return self._channel.collective(self, call).wait()
-
-    def _at(self, kind: str) -> str:
-        return f"{self.label}.{kind} on rank {self.members[self.rank]}"
-
-    def _readable(self, kind: str, x: Any, dim: int | None) -> int:
-        if not isinstance(x, Tensor):
-            raise CollectiveError(
-                f"{self._at(kind)}: expected a tensor, got {type(x).__name__}", "wrap it: torch.tensor(...)"
-            )
-        if x.requires_grad:
-            twin = TWINS.get(kind, "shift(x, group, by)" if kind in ("send", "recv") else "a differentiable twin")
-            raise CollectiveError(
-                f"{self._at(kind)}: the tensor of shape {tuple(x.shape)} requires grad, and a raw collective has no backward",
-                f"for a gradient use emu.spmd.{twin}; for the value alone pass x.detach()",
-            )
-        if x.layout is not torch.strided:
-            raise CollectiveError(f"{self._at(kind)}: the tensor is {x.layout}", "make it dense first: x.to_dense()")
-        if dim is None or (kind == "ring_shift" and not x.dim()):
-            return 0
-        if not -x.dim() <= dim < x.dim():
-            raise CollectiveError(
-                f"{self._at(kind)}: dim {dim} is not a dim of a tensor of shape {tuple(x.shape)}",
-                "give it at least one dim (x.reshape(1)), and name one that exists",
-            )
-        return dim % x.dim()
-
-    def _writable(self, kind: str, x: Any) -> None:
-        self._readable(kind, x, None)
-        if any(stride == 0 and length > 1 for stride, length in zip(x.stride(), x.shape)):
-            raise CollectiveError(
-                f"{self._at(kind)}: works in place, but elements of the expanded tensor share memory",
-                "pass x.contiguous()",
-            )
-
-    def _reduction(self, kind: str, x: Tensor, op: str) -> None:
-        if op not in REDUCTIONS:
-            raise CollectiveError(f"{self._at(kind)}: there is no op {op!r}", f"use one of {', '.join(REDUCTIONS)}")
-        if op == "avg" and not (x.is_floating_point() or x.is_complex()):
-            raise CollectiveError(f"{self._at(kind)}: an average of {x.dtype} is not whole", 'use op="sum" and divide')
-        if x.dtype == torch.bool or (x.is_complex() and op in ("max", "min")):
-            raise CollectiveError(
-                f"{self._at(kind)}: {op} of {x.dtype} is not defined", "convert it first, e.g. x.int()"
-            )
-
-    def _peer(self, role: str, peer: Any) -> int:
-        if isinstance(peer, bool) or not isinstance(peer, int) or not 0 <= peer < self.size:
-            raise CollectiveError(
-                f"group {self.label!r} has {self.size} ranks; {role}={peer!r} is none of them",
-                f"{role} is a group rank, 0 to {self.size - 1} (global ranks of this group: {list(self.members)})",
-            )
-        return peer
-
-    def _sizes(
-        self, kind: str, sizes: Sequence[int] | None, x: Tensor | None, dim: int, own: bool = False
-    ) -> tuple[int, ...] | None:
-        if sizes is None:
-            if not own and x is not None and x.shape[dim] % self.size:
-                raise CollectiveError(
-                    f"{self._at(kind)}: dim {dim} has length {x.shape[dim]}, which {self.size} ranks do not divide",
-                    "state the pieces with sizes=[...] (all_to_all: send_sizes and recv_sizes)",
-                )
-            return None
-        cut = tuple(int(n) for n in sizes)
-        if len(cut) != self.size or min(cut, default=0) < 0:
-            raise CollectiveError(
-                f"{self._at(kind)}: sizes {list(cut)} are not {self.size} lengths of at least 0",
-                "give one for every rank",
-            )
-        if x is not None:
-            expected = cut[self.rank] if own else sum(cut)
-            if x.shape[dim] != expected:
-                what = f"this rank's size {expected}" if own else f"the sum {expected}"
-                raise CollectiveError(
-                    f"{self._at(kind)}: dim {dim} has length {x.shape[dim]}, but sizes {list(cut)} say {what}",
-                    "make the tensor and the sizes agree",
-                )
-        return cut
 
     def _joined(self, x: Tensor, dim: int, cut: tuple[int, ...] | None) -> tuple[int, ...]:
         return (*x.shape[:dim], sum(cut) if cut is not None else x.shape[dim] * self.size, *x.shape[dim + 1 :])

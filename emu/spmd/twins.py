@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from emu.spmd.arguments import readable, sizes_of
 from emu.spmd.group import Group
 
 
@@ -77,8 +78,8 @@ def shift(
 
 
 def _own(x: Tensor, group: Group, dim: int, sizes: Sequence[int] | None) -> Tensor:
-    dim = group._readable("scatter", x.detach(), dim)
-    cut = group._sizes("scatter", sizes, x, dim) or (x.shape[dim] // group.size,) * group.size
+    dim = readable(group, "scatter", x.detach(), dim)
+    cut = sizes_of(group, "scatter", sizes, x, dim) or (x.shape[dim] // group.size,) * group.size
     return x.narrow(dim, sum(cut[: group.rank]), cut[group.rank]).clone(memory_format=torch.contiguous_format)
 
 
