@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -193,9 +193,3 @@ def _legend(figure: Figure, categories: Sequence[str]) -> None:
         handles.append(Patch(facecolor=colour, hatch=hatch, edgecolor="#ffffff", linewidth=0.0, label=name))
     if handles:
         figure.legend(handles=handles, loc="outside lower left", ncols=len(handles), handlelength=2.2)
-
-
-def category_totals(memory: Memory, rank: int) -> Mapping[str, int]:
-    """What a rank holds at its peak, by category, in the order of the stack."""
-    held = memory.at_peak(rank)
-    return {name: held[name] for name in (*STACK, *(n for n in held if n not in STACK)) if held.get(name)}

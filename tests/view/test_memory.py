@@ -5,7 +5,7 @@ import pytest
 
 from emu.trace.events import Alloc, Kernel
 from emu.view import memory_figure, png_bytes
-from emu.view.memory import category_totals, stacked_steps
+from emu.view.memory import stacked_steps
 
 
 def areas(figure, panel=0):
@@ -108,8 +108,3 @@ def test_ranks_that_are_not_there_or_too_many_are_refused(make):
         memory_figure(memory, rank=20)
     with pytest.raises(ValueError, match="name at most 8"):
         memory_figure(memory, rank=list(range(9)))
-
-
-def test_what_is_held_at_the_peak_adds_up(make):
-    memory = make.Memory(make.training_step())
-    assert sum(category_totals(memory, 1).values()) == memory.peak_bytes(1)

@@ -133,6 +133,7 @@ def test_hostile_names_are_drawn_as_they_are(make):
 
 
 @given(spans)
+@settings(deadline=None)
 def test_joining_keeps_what_is_covered(bars):
     joined = merge(bars[:, 0], bars[:, 1])
     at = np.linspace(0, 13, 997)
@@ -143,7 +144,7 @@ def test_joining_keeps_what_is_covered(bars):
 
 
 @given(spans, st.integers(1, 60))
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 def test_thinning_keeps_the_busy_time_of_every_column(bars, columns):
     joined = merge(bars[:, 0], bars[:, 1])
     edges = np.linspace(0, 13, columns + 1)
