@@ -18,7 +18,7 @@ import torch
 
 from emu.cost import LAUNCH_MODES, Metrics, Timeline, collective_s, kernel_s, price, transfer_s
 from emu.equivalence import Verdict, check
-from emu.hardware import Cluster, HardwareError, cluster, smallest_cluster
+from emu.hardware import Cluster, HardwareError, cluster
 from emu.real.launch import launch_real, under_torchrun
 from emu.spmd import EmuError, Mesh, Precision
 from emu.trace.events import Collective, Kernel
@@ -67,7 +67,7 @@ def launch(
         raise EmuError(f"there is no launch mode {launch_mode!r}", f"use one of {', '.join(LAUNCH_MODES)}")
     if backend == "auto":
         backend = "real" if under_torchrun() else "virtual"
-    where: Cluster = mesh.on if mesh.on is not None else smallest_cluster(mesh.size)
+    where: Cluster = mesh.on
     roles = Precision.preset(precision) if precision is not None else None
     with _default_dtype(roles):
         if backend == "real":
@@ -246,6 +246,10 @@ class Run:
                 raise ValueError(f"its format is {head['format']!r}")
             mesh = Mesh(**head["axes"], **head["folds"])
             results = decode(head["results"], [stored[str(i)] for i in range(len(stored))])
+            if head["launch_mode"] not in LAUNCH_MODES:
+                raise ValueError(f"its launch mode is {head['launch_mode']!r}")
+            if not isinstance(results, dict) and (not isinstance(results, list) or len(results) != mesh.size):
+                raise ValueError(f"it does not hold {mesh.size} results")
             where = on if on is not None else _named_cluster(head["cluster"], head["nodes"])
         except (OSError, zipfile.BadZipFile, KeyError, ValueError, TypeError, TraceError, HardwareError) as error:
             known = isinstance(error, HardwareError)
@@ -273,9 +277,10 @@ def _write_whole(target: Path, content: bytes) -> None:
 
 def _named_cluster(name: str, nodes: int) -> Cluster:
     try:
-        return cluster(name)
+        found = cluster(name)
     except HardwareError:
-        return cluster(name, nodes=nodes)
+        found = None
+    return found if found is not None and found.nodes == nodes else cluster(name, nodes=nodes)
 
 
 def _seconds(where: Cluster) -> Callable[[Any], float]:
