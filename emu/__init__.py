@@ -64,6 +64,15 @@ _LAZY = {
 }
 
 
+def _smallest_cluster(n_devices: int) -> Any:
+    from emu.hardware import smallest_cluster
+
+    return smallest_cluster(n_devices)
+
+
+Mesh.smallest_cluster = staticmethod(_smallest_cluster)
+
+
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module 'emu' has no attribute {name!r}")

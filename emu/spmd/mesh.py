@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from math import prod
-from typing import Any
+from typing import Any, ClassVar
 
 from emu.spmd.errors import MeshError
 
@@ -23,6 +23,9 @@ class Mesh:
         MeshError: a size that is not a positive integer, an expert split that does not divide, more ranks than devices.
     """
 
+    # Makes the cluster for a number of ranks where none is given; set by whoever knows of clusters, which spmd does not.
+    smallest_cluster: ClassVar[Callable[[int], Any] | None] = None
+
     def __init__(self, on: Any = None, **axes: int) -> None:
         for axis, size in axes.items():
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
@@ -34,7 +37,7 @@ class Mesh:
         folds = {axis: axes.pop(axis, 1) for axis in ("ep", "etp")}
         self.axes: dict[str, int] = dict(axes)
         self.size = prod(axes.values())
-        self.on = on
+        self._on = on
         dense = self.size // self.axes.get("pp", 1)
         inner = folds["ep"] * folds["etp"]
         if dense % inner:
@@ -49,6 +52,13 @@ class Mesh:
                 f"the mesh {self} has {self.size} ranks, but {getattr(on, 'name', 'the cluster')} has {devices} devices",
                 "make the axes smaller, or give the cluster more nodes",
             )
+
+    @property
+    def on(self) -> Any:
+        """The cluster whose devices the ranks fill in order."""
+        if self._on is None and Mesh.smallest_cluster is not None:
+            self._on = Mesh.smallest_cluster(self.size)
+        return self._on
 
     def coords(self, rank: int) -> dict[str, int]:
         """Where a rank lies: axis -> index."""
@@ -105,5 +115,5 @@ class Mesh:
         return " ".join(f"{axis}={size}" for axis, size in {**self.axes, **folds}.items()) or "one device"
 
     def __repr__(self) -> str:
-        where = f", on={getattr(self.on, 'name', self.on)!s}" if self.on is not None else ""
+        where = f", on={getattr(self._on, 'name', self._on)!s}" if self._on is not None else ""
         return f"Mesh({', '.join(str(self).split()) if self.axes or self.folds else ''}{where})"
