@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from emu.real.links import Link
-from emu.real.moves import as_bytes, gathered
+from emu.real.moves import gathered, move
+from emu.real.records import ends
 from emu.spmd.calls import Call, Message
 from emu.spmd.errors import CollectiveMismatch
 from emu.spmd.group import Group
@@ -63,26 +64,21 @@ def check_collective(link: Link, group: Group, call: Call, seq: int, line: str) 
 
 
 def check_message(link: Link, group: Group, message: Message, line: str) -> None:
-    """Compares one half of a message with the other. `link` joins the two; tag 0 is the sender's, tag 1 the receiver's.
+    """Compares one half of a message with the other. `link` joins the two.
 
     Raises:
         CollectiveMismatch: on both, when shape, dtype or name differ.
     """
-    x, sends = message.tensor, message.kind == "send"
+    x = message.tensor
     said = {"shape": list(x.shape), "dtype": _dtype(x), "name": message.name}
     text = json.dumps({"said": said, "line": line}).encode()
     head = torch.tensor([*_hash(said), len(text)])
-    other = torch.empty_like(head)
-    _swap(link, head, other, sends)
-    if torch.equal(head[:2], other[:2]):
+    records = _all_gather(link, head)
+    if torch.equal(records[0][:2], records[1][:2]):
         return
-    theirs = torch.empty(int(other[2]), dtype=torch.uint8)
-    _swap(link, torch.frombuffer(bytearray(text), dtype=torch.uint8), theirs, sends)
-    me, peer = {"said": said, "line": line}, json.loads(bytes(theirs.tolist()))
-    a, b = (me, peer) if sends else (peer, me)
-    src, dst = group.members[group.rank], group.members[message.peer]
-    if not sends:
-        src, dst = dst, src
+    texts = _exchange_texts(link, text, [int(r[2]) for r in records])
+    src, dst = ends(group, message)
+    a, b = texts if src < dst else texts[::-1]  # the link's first rank is the lower one
     raise CollectiveMismatch(
         f"message {src}->{dst} in group {group.label!r}: rank {src} sends {_half(a)}, rank {dst} expects {_half(b)}",
         "make both sides name the same shape and dtype, and post messages of a pair in the same order",
@@ -152,35 +148,22 @@ def _hash(said: dict[str, Any]) -> list[int]:
 
 def _all_gather(link: Link, head: Tensor) -> list[Tensor]:
     records = [torch.empty_like(head) for _ in range(link.size)]
-    link.control.allgather([records], [head]).wait()
+    host = link.on_host
+    host.finish(host.data.allgather([records], [head]))
     return records
 
 
 def _exchange_texts(link: Link, text: bytes, lengths: list[int]) -> list[dict[str, Any]]:
     wire = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    control = Link(link.control, link.control, link.rank, link.size)
-    pieces = gathered(control, wire, [(n,) for n in lengths]) or []
+    pieces = gathered(link.on_host, wire, [(n,) for n in lengths]) or []
     return [json.loads(bytes(p.tolist())) for p in pieces]
 
 
-def _swap(link: Link, mine: Tensor, theirs: Tensor, sends: bool) -> None:
-    peer = 1 - link.rank
-    works = [link.control.send([mine], peer, 0 if sends else 1), link.control.recv([theirs], peer, 1 if sends else 0)]
-    for work in works:
-        work.wait()
-
-
-def move_message(link: Link, message: Message) -> None:
-    """Moves a message's data, as bytes."""
-    x, peer = message.tensor, 1 - link.rank
-    if not x.numel():
-        return
-    wire = as_bytes(x) if message.kind == "send" else x.new_empty(x.nbytes, dtype=torch.uint8)
-    if message.kind == "send":
-        link.data.send([wire], peer, 2).wait()
-    else:
-        link.data.recv([wire], peer, 2).wait()
-        x.copy_(wire.view(x.dtype).view(x.shape))
+def move_message(link: Link, group: Group, message: Message) -> None:
+    """Moves a message's data, as bytes: a broadcast between two. Each direction has a link of its own."""
+    src, dst = ends(group, message)
+    x = message.tensor
+    move(link, Call("broadcast", x, x, root=0 if src < dst else 1))
 
 
 def _dtype(x: Tensor) -> str:

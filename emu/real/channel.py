@@ -83,43 +83,28 @@ class RealChannel:
     def messages(self, group: Group, messages: list[Message]) -> Work:
         line, parts, device = user_line(), [], self._device
         alone = self._on_current and len(messages) == 1
-        with self._posted_together(group, messages):
-            for m in messages:
-                src, dst = ends(group, m)
-                arrow, peer = ("->", dst) if m.kind == "send" else ("<-", src)
-                stream = device.current if alone else f"{group.label}{arrow}{peer}"
-                pair = f"{group.key!r} {src}->{dst} "
-                other = pair + ("recv" if m.kind == "send" else "send")
-                seq = self._count(pair + m.kind)
-                self._works += 1
-                device.events.append(transfer_event(group, m, seq, stream, device.current, self._works))
-                what = f"{group.label}.{m.kind} number {seq} {'to' if m.kind == 'send' else 'from'} rank {peer}"
-                pending = self._give(pair + m.kind, stream, self._message_job(group, m, src, dst, line))
-                parts.append((pending, Waiting(what, line, seq, {peer: other}), stream, self._works))
+        for m in messages:
+            src, dst = ends(group, m)
+            arrow, peer = ("->", dst) if m.kind == "send" else ("<-", src)
+            stream = device.current if alone else f"{group.label}{arrow}{peer}"
+            pair = f"{group.key!r} {src}->{dst} "
+            other = pair + ("recv" if m.kind == "send" else "send")
+            seq = self._count(pair + m.kind)
+            self._works += 1
+            device.events.append(transfer_event(group, m, seq, stream, device.current, self._works))
+            what = f"{group.label}.{m.kind} number {seq} {'to' if m.kind == 'send' else 'from'} rank {peer}"
+            pending = self._give(pair + m.kind, stream, self._message_job(group, m, src, dst, line))
+            parts.append((pending, Waiting(what, line, seq, {peer: other}), stream, self._works))
         return self._under_way(parts, lambda: [m.tensor for m in messages])
 
     def _message_job(self, group: Group, m: Message, src: int, dst: int, line: str) -> Callable[[], None]:
         def job() -> None:
-            link = self._links.of(_pair(group, src, dst), sorted((src, dst)))
+            link = self._links.of(f"{group.key!r} {src}->{dst}", sorted((src, dst)))
             if self.checked:
                 check_message(link, group, m, line)
-            move_message(link, m)
+            move_message(link, group, m)
 
         return job
-
-    @contextmanager
-    def _posted_together(self, group: Group, messages: list[Message]) -> Iterator[None]:
-        """NCCL runs what one pair exchanges on one stream, so both directions must be one operation there."""
-        if not self._links.nccl:
-            yield
-            return
-        pairs = {_pair(group, *ends(group, m)): sorted(ends(group, m)) for m in messages}
-        links = [self._links.of(name, members) for name, members in pairs.items()]
-        for link in links:
-            link.data._start_coalescing(self._device.torch_device)
-        yield
-        for link in links:
-            link.data._end_coalescing(self._device.torch_device).wait()
 
     def _count(self, key: str) -> int:
         self._issued[key] = self._issued.get(key, 0) + 1
@@ -166,7 +151,3 @@ class RealWork(Work):
         for pending, waiting, stream, _ in self._parts:
             self._board.wait(pending, waiting)
             self._device.release(stream, self)
-
-
-def _pair(group: Group, src: int, dst: int) -> str:
-    return f"{group.key!r} {min(src, dst)}-{max(src, dst)}"

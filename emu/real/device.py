@@ -41,8 +41,8 @@ class RealDevice:
         self._streams: dict[str, RealStream] = {}
         self._event_count = 0
         self._under_way: dict[str, list[RealWork]] = {}
-        self._channel = RealChannel(self, links, board, checked)
-        self.channel: Channel = self._channel
+        self.channel: Channel = (channel := RealChannel(self, links, board, checked))
+        self.close = channel.close
         self.stream(DEFAULT)
 
     def stream(self, name: str) -> RealStream:
@@ -64,8 +64,7 @@ class RealDevice:
         self.events.append(Mark(name))
 
     def synchronize(self) -> None:
-        for name in list(self._under_way):
-            self.settle(name)
+        self.settle_all()
         if self.torch_device.type == "cuda":
             torch.cuda.synchronize(self.torch_device)
         self.events.append(HostWait("", "synchronize"))
@@ -87,11 +86,10 @@ class RealDevice:
         """Communication that the stream was given and that is not over yet."""
         return [work for work in self._under_way.get(stream, ()) if not work.done()]
 
-    def close(self) -> None:
-        """The end of the program: waits for communication under way, and ends the channel."""
+    def settle_all(self) -> None:
+        """The host waits for all communication."""
         for name in list(self._under_way):
             self.settle(name)
-        self._channel.close()
 
     def settle(self, stream: str) -> None:
         """The host waits for a stream's communication."""

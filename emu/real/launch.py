@@ -102,7 +102,7 @@ def launch_real(
     try:
         with Kernels(device) if track else nullcontext(), within(me):
             result = program(me, *args)
-        device.close()
+        device.settle_all()
         board.drain()
     except BaseException as error:
         if hasattr(error, "add_note"):
@@ -110,7 +110,9 @@ def launch_real(
         error.emu_rank = rank  # type: ignore[attr-defined]
         board.failed(error, line_of(error))
         raise
-    links.close()
+    finally:
+        links.close()
+        device.close()
     world = Links(store, rank, timeout_s)
 
     def gather_all(value: Any) -> list[Any]:

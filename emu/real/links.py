@@ -8,6 +8,7 @@ backends are made directly, each in a part of the job's store named after the gr
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -16,6 +17,8 @@ from typing import Any
 import torch.distributed
 
 dist: Any = torch.distributed  # its stubs do not export all that it has
+LONGEST_PAUSE_S = 0.02
+STEP_S = 0.25
 
 
 @dataclass
@@ -34,6 +37,26 @@ class Link:
     rank: int
     size: int
     nccl: bool = False
+    ended: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def on_host(self) -> Link:
+        """The same ranks, joined by the control backend."""
+        return Link(self.control, self.control, self.rank, self.size, ended=self.ended)
+
+    def finish(self, work: Any) -> None:
+        """Waits for what a backend has begun: on the host over gloo, until the run is given up; on the stream over NCCL."""
+        if self.nccl:
+            work.wait()
+            return
+        while not work.is_completed() and not self.ended.is_set():
+            try:
+                work.wait(timeout=timedelta(seconds=STEP_S))
+            except RuntimeError:  # a step is over, or something is wrong, which the last wait tells
+                continue
+        if self.ended.is_set():
+            raise RuntimeError("the run has ended")
+        work.wait()
 
 
 @dataclass
@@ -53,6 +76,7 @@ class Links:
     timeout_s: float
     nccl: bool = False
     control: bool = True
+    _ended: threading.Event = field(default_factory=threading.Event)
     _made: dict[str, Link] = field(default_factory=dict)
     _locks: dict[str, threading.Lock] = field(default_factory=dict)
     _guard: threading.Lock = field(default_factory=threading.Lock)
@@ -70,16 +94,30 @@ class Links:
         timeout = timedelta(seconds=self.timeout_s)
         store = self.store.clone()
         store.set_timeout(timeout)
+        self._meet(store, name, members)
         control = None
         if not self.nccl or self.control:
             control = dist.ProcessGroupGloo(dist.PrefixStore(f"gloo/{name}", store), rank, size, timeout=timeout)
         if not self.nccl:
-            return Link(control, control, rank, size)
+            return Link(control, control, rank, size, ended=self._ended)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
         data = dist.ProcessGroupNCCL(dist.PrefixStore(f"nccl/{name}", store), rank, size, options)
-        return Link(data, control, rank, size, nccl=True)
+        return Link(data, control, rank, size, nccl=True, ended=self._ended)
+
+    def _meet(self, store: Any, name: str, members: Sequence[int]) -> None:
+        """Waits until every member wants this link, looking again and again, so that giving up is possible."""
+        store.set(f"here/{name}/{self.rank}", "")
+        keys = [f"here/{name}/{member}" for member in members]
+        pause_s = 0.0005
+        while not self._ended.is_set():  # store.wait would print a warning at the end of every step
+            if store.check(keys):
+                return
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+        raise RuntimeError("the run has ended")
 
     def close(self) -> None:
-        """Gives up every connection."""
+        """Gives up every connection; what still waits on one ends with an error."""
+        self._ended.set()
         self._made.clear()

@@ -102,11 +102,11 @@ def reduced(link: Link, x: Tensor, op: str, root: int | None = None) -> Tensor |
         if root is None:
             options = dist.AllreduceOptions()
             options.reduceOp = OPS[op]
-            link.data.allreduce([flat], options).wait()
+            link.finish(link.data.allreduce([flat], options))
         else:
             rooted = dist.ReduceOptions()
             rooted.reduceOp, rooted.rootRank = OPS[op], root
-            link.data.reduce([flat], rooted).wait()
+            link.finish(link.data.reduce([flat], rooted))
             if link.rank != root:
                 return None
         total = buffer
@@ -138,7 +138,7 @@ def _reduce_scattered(link: Link, x: Tensor, call: Call) -> Tensor | None:
         out = torch.empty_like(pieces[link.rank])
         options = dist.ReduceScatterOptions()
         options.reduceOp = OPS[call.op]
-        link.data.reduce_scatter([out], [pieces], options).wait()
+        link.finish(link.data.reduce_scatter([out], [pieces], options))
         return out / link.size if call.op == "avg" else out
     total = reduced(link, x, call.op)
     return None if total is None else total.split(cuts, call.dim)[link.rank]
@@ -152,7 +152,7 @@ def _broadcast(link: Link, x: Tensor, target: Tensor | None, root: int) -> None:
         wire = as_bytes(x) if link.rank == root else x.new_empty(x.nbytes, dtype=torch.uint8)
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = root, 0
-        link.data.broadcast([wire], options).wait()
+        link.finish(link.data.broadcast([wire], options))
         if link.rank != root:
             _put(target, from_bytes(wire, x, x.shape))
 
@@ -163,11 +163,11 @@ def gathered(link: Link, x: Tensor, shapes: Sequence[Sequence[int]], root: int |
     here = root is None or root == link.rank
     wires = [x.new_empty(most, dtype=torch.uint8) for _ in shapes] if here else []
     if most and root is None:
-        link.data.allgather([wires], [_padded(as_bytes(x), most)]).wait()
+        link.finish(link.data.allgather([wires], [_padded(as_bytes(x), most)]))
     elif most:
         options = dist.GatherOptions()
         options.rootRank = root
-        link.data.gather([wires] if here else [], [_padded(as_bytes(x), most)], options).wait()
+        link.finish(link.data.gather([wires] if here else [], [_padded(as_bytes(x), most)], options))
     return [from_bytes(w[: _nbytes(x, shape)], x, shape) for w, shape in zip(wires, shapes)] if here else None
 
 
@@ -180,7 +180,7 @@ def _scatter(link: Link, x: Tensor, target: Tensor | None, call: Call) -> None:
     wire = x.new_empty(most, dtype=torch.uint8)
     options = dist.ScatterOptions()
     options.rootRank = call.root
-    link.data.scatter([wire], [wires] if wires else [], options).wait()
+    link.finish(link.data.scatter([wire], [wires] if wires else [], options))
     shape = _with(x, call.dim, cuts[link.rank])
     _put(target, from_bytes(wire[: _nbytes(x, shape)], x, shape))
 
@@ -191,13 +191,13 @@ def exchanged(link: Link, sent: Sequence[Tensor], shapes: Sequence[Sequence[int]
     wire = torch.cat([as_bytes(t) for t in sent])
     sizes = [_nbytes(like, shape) for shape in shapes]
     out = like.new_empty(sum(sizes), dtype=torch.uint8)
-    link.data.alltoall_base(out, wire, sizes, [t.nbytes for t in sent], dist.AllToAllOptions()).wait()
+    link.finish(link.data.alltoall_base(out, wire, sizes, [t.nbytes for t in sent], dist.AllToAllOptions()))
     return [from_bytes(piece, like, shape) for piece, shape in zip(out.split(sizes), shapes)]
 
 
 def _barrier(link: Link) -> None:
     token = torch.zeros(1, device="cuda" if link.nccl else "cpu")
-    link.data.allreduce([token], dist.AllreduceOptions()).wait()
+    link.finish(link.data.allreduce([token], dist.AllreduceOptions()))
     if link.nccl:
         token.item()  # the host waits, too
 

@@ -118,7 +118,7 @@ def gather(link: Link, value: Any) -> list[Any]:
 def _all(link: Link, data: bytes | Tensor) -> list[Tensor]:
     """Every rank's bytes."""
     wire = torch.frombuffer(bytearray(data), dtype=torch.uint8) if isinstance(data, bytes) else data
-    control = Link(link.control, link.control, link.rank, link.size)
+    control = link.on_host
     if link.size == 1:
         return [wire]
     lengths = gathered(control, torch.tensor([wire.numel()]), [(1,)] * link.size) or []
