@@ -38,8 +38,8 @@ class Timeline:
         launch_mode: how kernels were launched: "eager", "compiled" or "graph".
     """
 
-    trace: Trace
-    cluster: Cluster
+    trace: Trace = field(repr=False)
+    cluster: Cluster = field(repr=False)
     launch_mode: str
     _starts: Mapping[int, Sequence[float]] = field(repr=False)  # by rank, for every event; 0 where untimed
     _ends: Mapping[int, Sequence[float]] = field(repr=False)
