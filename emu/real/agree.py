@@ -2,9 +2,10 @@
 
 A backend believes what it is told: ranks that call different collectives hang, or read each other's bytes as something
 they are not. So before each collective every member sends the others a few numbers, a hash of what all must say alike
-and, for all_to_all, what it sends to and expects from each: one small all_gather on the host, a tenth of a millisecond
-between processes of one machine. Only if they differ are the calls themselves exchanged, in words, so that everyone
-raises the same error. Messages compare their halves the same way, which also makes a send wait for its receiver.
+and, for all_to_all, what it sends to and expects from each: one small all_gather on the host, which costs about what a
+small collective costs (half a millisecond between two processes). Only if they differ are the calls themselves
+exchanged, in words, so that everyone raises the same error. Messages compare their halves the same way, which also makes
+a send wait for its receiver.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Notices the kernels that a rank's program launches, through the same account of operators as virtual devices.
 
 One dispatch mode below autograd. It records names, phases, flops, bytes, dtypes and streams; module scopes and memory
-are what virtual devices add. Phases: what reads a tensor
-that requires grad is forward; inside an autograd node backward, or recompute
-where grad is enabled there; an optimizer's step is told apart by torch's own hooks on optimizers.
+are what virtual devices add. Phases: what reads a tensor that requires grad is forward; inside an autograd node
+backward, or recompute where grad is enabled there; an optimizer's step is told apart by torch's hooks on optimizers.
 """
 
 from __future__ import annotations
