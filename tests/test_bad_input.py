@@ -50,7 +50,7 @@ def ones(*shape: int) -> torch.Tensor:
 
 
 def out_of_memory(rank):
-    return [torch.zeros(10**9, dtype=torch.float64) for _ in range(20)]  # 8 GB each, on a device of 80 GB
+    return [torch.zeros(10**9, dtype=torch.float64) for _ in range(20)]  # 8 GB each, on a device of 80 GB (shapes alone)
 
 
 def crossed_sends(rank):
