@@ -38,6 +38,9 @@ class Group:
     def __repr__(self) -> str:
         return f"Group({self.label}, members={list(self.members)}, rank={self.rank})"
 
+    def __deepcopy__(self, memo: Any) -> Group:
+        return self  # a copied module talks to the same ranks
+
     # In place: the result is the tensor that was given.
 
     def all_reduce(
@@ -206,6 +209,8 @@ class Group:
         done = []
         for x in tensors if many else (tensors,):
             along = readable(self, "ring_shift", x, dim)
+            if sizes is not None and not x.dim():
+                raise CollectiveError(f"{at(self, 'ring_shift')}: a number has no sizes", "leave sizes out")
             cut = sizes_of(self, "ring_shift", sizes, x, along, own=True)
             shape = list(x.shape)
             if cut is not None:

@@ -93,6 +93,12 @@ class Rank(int):
         self._device = device
         self._groups: dict[Any, Group] = {}
 
+    def __copy__(self) -> Rank:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Rank:
+        return self  # a copied module stays on its rank
+
     @property
     def world_size(self) -> int:
         return self.mesh.size

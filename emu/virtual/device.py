@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from emu.virtual.tracker import Tracker
 
 
+_ROOTED = ("broadcast", "reduce")  # in place, on a root
+
+
 class VirtualDevice:
     """A device that does not exist.
 
@@ -131,8 +134,8 @@ class VirtualDevice:
         self._works += 1
         work = self._works
         # In place, a broadcast's root only reads, and a reduction writes on its root alone.
-        roots = {"broadcast": call.root != group.rank, "reduce": call.root == group.rank}
-        self._use(call.source, stream, call.target is call.source and roots.get(call.kind, True), what, line)
+        only_reads = (call.kind == "broadcast") is (call.root == group.rank) if call.kind in _ROOTED else False
+        self._use(call.source, stream, call.target is call.source and not only_reads, what, line)
         if call.target is not call.source:
             self._use(call.target, stream, True, what, line)
         event = recorded(group, call, seq, stream.name, self.stream_now.name, work)

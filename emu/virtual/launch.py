@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,9 +77,10 @@ def run_virtual(
             try:
                 results[rank] = program(me, *args)
             except Exception as error:
-                if hasattr(error, "add_note"):
-                    error.add_note(f"raised in rank {me!r}")  # type: ignore[attr-defined]
-                error.emu_rank = rank  # type: ignore[attr-defined]
+                with suppress(AttributeError, TypeError):  # exceptions may be frozen
+                    error.emu_rank = rank  # type: ignore[attr-defined]
+                    if hasattr(error, "add_note"):
+                        error.add_note(f"raised in rank {me!r}")  # type: ignore[attr-defined]
                 raise
         device.end()
 
@@ -89,6 +90,7 @@ def run_virtual(
     try:
         with TorchHooks():
             scheduler.run(body)
+        meeting_place.close()
     finally:
         for device in devices:
             device.ledger.closed = True

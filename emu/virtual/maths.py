@@ -23,10 +23,14 @@ PAIRWISE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-def reduced(parts: Sequence[Tensor], op: str, algorithm: str = "") -> Tensor:
-    """The reduction of equal-shaped tensors, as a new contiguous tensor."""
+def reduced(parts: Sequence[Tensor], op: str, algorithm: str = "", cuts: Sequence[int] = (), dim: int = 0) -> Tensor:
+    """The reduction of equal-shaped tensors, as a new contiguous tensor.
+
+    Args:
+        cuts: lengths along dim of the chunks that a ring passes on; by default the flattened tensor in equal chunks.
+    """
     if algorithm == "ring" and len(parts) > 1:
-        total = _ring(parts, op)
+        total = _ring(parts, op, cuts, dim)
     elif algorithm == "tree" and len(parts) > 1:
         total = _tree([p.clone(memory_format=torch.contiguous_format) for p in parts], op)
     else:
@@ -37,14 +41,16 @@ def reduced(parts: Sequence[Tensor], op: str, algorithm: str = "") -> Tensor:
     return total.div_(len(parts)) if op == "avg" else total
 
 
-def _ring(parts: Sequence[Tensor], op: str) -> Tensor:
+def _ring(parts: Sequence[Tensor], op: str, cuts: Sequence[int], dim: int) -> Tensor:
     """Chunk c starts at rank c + 1 and collects around the ring until rank c holds its total."""
     n, combine = len(parts), PAIRWISE[op]
     out = torch.empty(parts[0].shape, dtype=parts[0].dtype)
-    flat = [p.reshape(-1) for p in parts]
-    cuts = split_sizes(out.numel(), n)
-    pieces = [f.split(cuts) for f in flat]
-    for c, target in enumerate(out.view(-1).split(cuts)):
+    whole, given = out, parts
+    if not cuts:
+        whole, given, dim = out.view(-1), [p.reshape(-1) for p in parts], 0
+        cuts = split_sizes(out.numel(), n)
+    pieces = [p.split(list(cuts), dim) for p in given]
+    for c, target in enumerate(whole.split(list(cuts), dim)):
         target.copy_(pieces[(c + 1) % n][c])
         for step in range(2, n + 1):
             combine(target, pieces[(c + step) % n][c])
@@ -85,8 +91,10 @@ def carry_out(calls: Sequence[Call]) -> None:
                 if c.target is not None:
                     torch.cat(_all(sources), first.dim, out=c.target)
         case "reduce_scatter":
-            total = reduced(_all(sources), first.op, first.algorithm)
-            for c, piece in zip(calls, total.split(cuts_of(first, total.shape[first.dim], n), first.dim)):
+            parts = _all(sources)
+            cuts = cuts_of(first, parts[0].shape[first.dim], n)
+            total = reduced(parts, first.op, first.algorithm, cuts, first.dim)
+            for c, piece in zip(calls, total.split(cuts, first.dim)):
                 _put(c.target, piece)
         case "scatter":
             whole = _all(sources)[first.root]

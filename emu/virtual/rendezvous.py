@@ -28,13 +28,20 @@ _INSIDE = (*_MACHINERY, *(os.path.join(_EMU, room) + os.sep for room in ("parall
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 
 
+_FILES: dict[tuple[str, tuple[str, ...]], str] = {}  # what to call a file in messages; "" if it is not the user's
+
+
 def user_line(inside: tuple[str, ...] = _INSIDE) -> str:
     """Where the user's program stands: "file.py:12", the innermost frame that is neither emu's nor torch's."""
     frame = sys._getframe(1)
     while frame is not None:
-        path = frame.f_code.co_filename
-        if not path.startswith(inside) and not path.startswith(_TORCH) and not path.startswith("<frozen"):
-            return f"{os.path.basename(path)}:{frame.f_lineno}"
+        key = (frame.f_code.co_filename, inside)
+        name = _FILES.get(key)
+        if name is None:
+            ours = key[0].startswith((*inside, _TORCH, "<frozen"))
+            name = _FILES[key] = "" if ours else os.path.basename(key[0])
+        if name:
+            return f"{name}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return "unknown"
 
@@ -165,6 +172,8 @@ class Rendezvous:
 
     def _agree(self, meeting: Meeting, group: Group, call: Call, line: str) -> None:
         i, other = next(iter(meeting.calls.items()))
+        if call.kind != "all_to_all" and _alike(call, other):
+            return
         mine, theirs = _signature(call), _signature(other)
         me, them = group.members[group.rank], group.members[i]
         for field, value in mine.items():
@@ -198,6 +207,38 @@ class Rendezvous:
                     sent=sent,
                     expected=expected,
                 )
+
+    def close(self) -> None:
+        """Every rank has ended well.
+
+        Raises:
+            RankLeft: a communication that was started and never waited for is one that not all members joined.
+        """
+        open_: list[tuple[str, str, list[int], list[int]]] = []
+        for meeting in self._meetings.values():
+            i, call = next(iter(meeting.calls.items()))
+            here = [meeting.group.members[j] for j in meeting.calls]
+            what = f"{meeting.group.label}.{call.kind} number {meeting.seq}"
+            open_.append((what, meeting.lines[i], here, meeting.missing()))
+        for (key, *_), queues in self._halves.items():
+            for half in (*queues[0], *queues[1]):
+                toward = "to" if half.message.kind == "send" else "from"
+                what = f"{key[0]}.{half.message.kind} {toward} rank {half.peer} of {described(half.message.tensor)}"
+                open_.append((what, half.line, [half.rank], half.missing()))
+        if not open_:
+            return
+        lines = [
+            f"  {_ranks(here)} called {what} ({line}); {_ranks(gone)} never did its part"
+            for what, line, here, gone in open_
+        ]
+        more = [f"  ... and {len(lines) - 16} more"] * (len(lines) > 16)
+        raise RankLeft(
+            "the program has ended, but communications that it started never took place\n"
+            + "\n".join(lines[:16] + more),
+            "every member must call the collective, and every send needs its recv; call wait() on what is asynchronous",
+            waiting={rank: gone for _, _, here, gone in open_ for rank in here},
+            finished=sorted({rank for *_, gone in open_ for rank in gone}),
+        )
 
     def _deadlock(self, threads: list[Thread]) -> EmuError:
         stuck = {t.rank: t.waiting.missing() for t in threads if t.waiting is not None}
@@ -246,6 +287,18 @@ def _cycle(waits_for: dict[int, list[int]]) -> list[int]:
             path.append(following)
             at = following
     return []
+
+
+def _alike(a: Call, b: Call) -> bool:
+    """Whether two calls agree in everything: the usual case, told cheaply."""
+    x, y = a.source, b.source
+    return (
+        a.kind == b.kind
+        and a.op == b.op
+        and a.name == b.name
+        and (a.dim, a.sizes, a.root, a.by, a.algorithm) == (b.dim, b.sizes, b.root, b.by, b.algorithm)
+        and (x is y if x is None or y is None else x.shape == y.shape and x.dtype == y.dtype)
+    )
 
 
 def _signature(call: Call) -> dict[str, Any]:

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import ctypes
 import random
-import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-
 from emu.spmd.errors import EmuError
+from emu.virtual.rng import RandomState
 
 PREEMPT_ODDS = 0.05  # chance that a seeded order hands over before an op
+PATIENCE_S = 0.2  # how long an interrupted rank may take to notice before it is told again
 
 
 class Abort(BaseException):
@@ -41,44 +40,13 @@ class Thread:
         self.baton = threading.Lock()
         self.baton.acquire()
         self.waiting: Waiting | None = None
-        self.started = False
         self.done = False
         self.queued = True  # in the list of those that can run
         self.clock_s = 0.0
-        self.rng = RandomState.fresh(rank)
+        self.rng = RandomState(rank)
         self.raise_this: BaseException | None = None
-        self.ident = 0
-
-
-class RandomState:
-    """The process-wide generators' state (torch, random, and numpy if it is in use), kept per rank.
-
-    Every rank starts as a fresh process does: torch's default seed, alike on every rank.
-    """
-
-    __slots__ = ("numpy", "python", "torch")
-
-    @classmethod
-    def fresh(cls, rank: int) -> RandomState:
-        state = cls()
-        state.torch = torch.Generator().get_state()
-        state.python = random.Random(rank).getstate()
-        state.numpy = None
-        if (module := sys.modules.get("numpy.random")) is not None:
-            state.numpy = module.MT19937(rank)
-        return state
-
-    def save(self) -> None:
-        self.torch = torch.default_generator.get_state()
-        self.python = random.getstate()
-        # numpy's global functions draw from an exchangeable generator: exchanging it is cheap, copying its state is not.
-        self.numpy = module.get_bit_generator() if (module := sys.modules.get("numpy.random")) is not None else None
-
-    def restore(self) -> None:
-        torch.default_generator.set_state(self.torch)
-        random.setstate(self.python)
-        if self.numpy is not None:
-            sys.modules["numpy.random"].set_bit_generator(self.numpy)
+        self.worker: threading.Thread | None = None
+        self.told = False  # sent an exception
 
 
 class Scheduler:
@@ -101,37 +69,40 @@ class Scheduler:
         self._chance = random.Random(order) if isinstance(order, int) else None
         self._runnable = list(range(n))
         self._finished = threading.Event()
+        self._running: Thread | None = None  # who holds the baton
+        self._reach = threading.Lock()  # held to send a rank an exception, and to put oneself out of reach
 
     def run(self, body: Callable[[int], None]) -> None:
         """Runs body(rank) on every rank until all are done, and re-raises the first failure."""
         before = RandomState()
-        before.save()
-        workers = [
-            threading.Thread(target=self._main, args=(thread, body), name=f"rank {thread.rank}", daemon=True)
-            for thread in self.threads
-        ]
-        for worker in workers:
-            worker.start()
         try:
+            for thread in self.threads:
+                thread.worker = threading.Thread(
+                    target=self._main, args=(thread, body), name=f"rank {thread.rank}", daemon=True
+                )
+                thread.worker.start()
             self._pass_on(self._next())
             while not self._finished.wait(1.0):
                 pass
         except BaseException as interrupt:  # Ctrl-C: every rank ends first
-            self._interrupt(interrupt)
+            self._end_all(interrupt)
         finally:
-            for worker in workers:
-                worker.join()
+            for thread in self.threads:
+                if thread.worker is not None and thread.worker.ident is not None:
+                    thread.worker.join()
+                thread.worker = None
             before.restore()
         if self.failure is not None:
-            failure, self.failure = self.failure, None
-            raise failure[1]
+            failure, self.failure = self.failure[1], None
+            try:
+                raise failure
+            finally:
+                del failure  # its traceback holds this frame, and everything the ranks held
 
     def _main(self, thread: Thread, body: Callable[[int], None]) -> None:
-        thread.baton.acquire()
-        thread.ident = threading.get_ident()
         try:
+            thread.baton.acquire()
             if not self.ending:
-                thread.started = True
                 thread.rng.restore()
                 body(thread.rank)
         except Abort:
@@ -139,8 +110,19 @@ class Scheduler:
         except BaseException as error:
             self.fail(thread.rank, error)
         finally:
-            thread.done = True
-            self._leave()
+            self._retire(thread)
+
+    def _retire(self, thread: Thread) -> None:
+        """Nothing reaches this rank from here on, and the baton goes to another."""
+        while not thread.done:
+            try:
+                with self._reach:
+                    thread.done = True
+                    if thread.told:  # not otherwise: CPython 3.11 runs slowly for good after taking back nothing
+                        _raise_in(threading.get_ident(), None)
+            except Abort:
+                pass
+        self._leave()
 
     def fail(self, rank: int, error: BaseException) -> None:
         """Notes a failure, if it is the first, and ends every rank."""
@@ -148,16 +130,31 @@ class Scheduler:
             self.failure = (rank, error)
         self.ending = True
 
-    def _interrupt(self, interrupt: BaseException) -> None:
+    def _end_all(self, interrupt: BaseException) -> None:
         self.fail(-1, interrupt)
-        told: set[int] = set()
-        while not self._finished.wait(0.5):
-            # A rank that calls no op sees no hook: an asynchronous exception reaches it between two bytecodes.
-            for thread in self.threads:
-                if thread.started and not thread.done and thread.waiting is None and thread.rank not in told:
-                    told.add(thread.rank)
-                    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(Abort))
-                    break
+        while True:
+            try:
+                # Ranks that call ops see the hook before them; one that calls none has to be told.
+                if self._finished.wait(PATIENCE_S):
+                    return
+                self._tell()
+            except KeyboardInterrupt:  # once more: they are ending already
+                pass
+
+    def _tell(self) -> None:
+        """Sends an exception to the rank that runs, which it meets between two bytecodes."""
+        with self._reach:
+            running = self._running
+            if running is not None and not running.done and running.worker is not None and running.worker.is_alive():
+                running.told = True
+                _raise_in(running.worker.ident or 0, Abort)
+                return
+            if running is not None and running.done:
+                return  # it is handing the baton on
+            for thread in self.threads:  # nobody holds the baton: interrupted before the start, or a rank ended halfway
+                alive = thread.worker is not None and thread.worker.ident is not None and thread.worker.is_alive()
+                thread.done = thread.done or not alive
+        self._leave()
 
     # Handing the baton on. Called by the rank that holds it.
 
@@ -166,8 +163,10 @@ class Scheduler:
         thread = self.threads[rank]
         while not ready():
             thread.waiting = waiting
-            self._switch(thread)
-            thread.waiting = None
+            try:
+                self._switch(thread)
+            finally:
+                thread.waiting = None
 
     def wake(self, rank: int) -> None:
         thread = self.threads[rank]
@@ -193,6 +192,8 @@ class Scheduler:
         self._switch(self.threads[rank])
 
     def _switch(self, thread: Thread) -> None:
+        if self.ending:
+            raise Abort
         following = self._next()
         if following is None:
             self._stuck()
@@ -229,7 +230,8 @@ class Scheduler:
 
     def _pass_on(self, rank: int | None) -> None:
         if rank is not None:
-            self.threads[rank].baton.release()
+            self._running = self.threads[rank]
+            self._running.baton.release()
 
     def _leave(self) -> None:
         """The rank that holds the baton is done."""
@@ -243,3 +245,10 @@ class Scheduler:
             self._finished.set()
         else:
             self._pass_on(following)
+
+
+def _raise_in(ident: int, error: type[BaseException] | None) -> None:
+    """Raises an exception in another thread, at its next bytecode; None takes back one that has not arrived."""
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(
+        ctypes.c_ulong(ident), None if error is None else ctypes.py_object(error)
+    )

@@ -1,0 +1,85 @@
+"""The process-wide random generators' state (torch, random, and numpy if it is in use), kept per rank.
+
+A hand-over between ranks exchanges all of it, so it is made cheap: numpy's generator is exchanged, not copied, and
+Python's is copied as memory where its layout is the known one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import sys
+from typing import Any
+
+import torch
+
+_python: Any = random._inst  # type: ignore[attr-defined]
+_WORDS = 624  # of a Mersenne twister
+_BYTES = 4 * (1 + _WORDS)
+_ADDRESS = id(_python) + object.__basicsize__  # CPython: the object's head, the index, the words
+
+
+def _layout_is_known() -> bool:
+    if sys.implementation.name != "cpython" or object.__basicsize__ + _BYTES > type(_python).__basicsize__:
+        return False
+    *words, index = _python.getstate()[1]
+    return ctypes.string_at(_ADDRESS, _BYTES) == b"".join(n.to_bytes(4, sys.byteorder) for n in (index, *words))
+
+
+_AS_MEMORY = _layout_is_known()
+
+
+class RandomState:
+    """What the global generators hold for one rank, or for the process outside of a launch.
+
+    Every rank starts as a fresh process does: torch with its default seed, alike on every rank; random and numpy, which
+    a process seeds from chance, with the rank's number.
+    """
+
+    __slots__ = ("_gauss", "_mark", "_numpy", "_python", "_rank", "_torch")
+
+    def __init__(self, rank: int | None = None) -> None:
+        self._rank = rank
+        self._torch = torch.Generator().get_state() if rank is not None else torch.default_generator.get_state()
+        self._python: Any = None if rank is None else random.Random(rank).getstate()
+        self._numpy: Any = None  # its bit generator, made when numpy.random is first seen
+        self._gauss: Any = None  # its whole state, if it holds the second half of a pair of normal values
+        self._mark: Any = None
+        if rank is None:
+            self.save()
+
+    def save(self) -> None:
+        self._torch = torch.default_generator.get_state()
+        self._python = (ctypes.string_at(_ADDRESS, _BYTES), _python.gauss_next) if _AS_MEMORY else _python.getstate()
+        if (numpy := sys.modules.get("numpy.random")) is None:
+            return
+        bits = numpy.get_bit_generator()
+        if bits is self._numpy and self._gauss is None and self._mark == _mark(bits) is not None:
+            return  # nothing was drawn since it was restored
+        self._numpy = bits
+        state = numpy.get_state(legacy=False)
+        self._gauss = state if state["has_gauss"] else None
+
+    def restore(self) -> None:
+        torch.default_generator.set_state(self._torch)
+        if len(self._python) == 2:
+            words, _python.gauss_next = self._python
+            ctypes.memmove(_ADDRESS, words, _BYTES)
+        else:
+            _python.setstate(self._python)
+        if (numpy := sys.modules.get("numpy.random")) is None:
+            return
+        if self._numpy is None:
+            self._numpy = numpy.MT19937(self._rank)
+        numpy.set_bit_generator(self._numpy)  # forgets a kept normal value
+        if self._gauss is not None:
+            numpy.set_state(self._gauss)
+        self._mark = _mark(self._numpy)
+
+
+def _mark(bits: Any) -> tuple[int, int] | None:
+    """Changes whenever the generator is drawn from; None for kinds other than the default one."""
+    if type(bits).__name__ != "MT19937":
+        return None
+    address = bits.ctypes.state_address
+    return ctypes.c_int32.from_address(address + 4 * _WORDS).value, ctypes.c_uint32.from_address(address).value
