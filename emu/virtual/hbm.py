@@ -65,10 +65,7 @@ class Ledger:
         size = storage.nbytes()
         if not size:
             return None
-        if self.capacity_bytes is not None and self.bytes + size > self.capacity_bytes:
-            gc.collect()
-            if self.bytes + size > self.capacity_bytes:
-                raise self._overflow(size, scope)
+        self.make_room(size, scope)
         self._count += 1
         block = Block(self, self._count, size, category, scope)
         storage._emu = block
@@ -87,7 +84,7 @@ class Ledger:
         self.by_place[place] = self.by_place.get(place, 0) + size
 
     def free(self, block: Block) -> None:
-        if self.closed:
+        if self.closed or not block.bytes:
             return
         self._add(block, -block.bytes)
         self._temporaries.pop(block.number, None)
@@ -103,7 +100,7 @@ class Ledger:
             block.scope = scope
         self._add(block, block.bytes)
         self._temporaries.pop(block.number, None)
-        if old != category:
+        if old != category and block.bytes:
             self._events.append(Recategorise(block.number, block.bytes, old, category))
 
     def keep_temporaries(self) -> None:
@@ -112,19 +109,30 @@ class Ledger:
             if (block := reference()) is not None:
                 self.recategorise(block, "activations")
 
+    def make_room(self, size: int, scope: str) -> None:
+        """Raises VirtualOutOfMemory if that many more bytes do not fit, even after a collection of garbage cycles."""
+        if self.capacity_bytes is not None and self.bytes + size > self.capacity_bytes:
+            gc.collect()
+            if self.bytes + size > self.capacity_bytes:
+                raise self._overflow(size, scope)
+
     def resized(self, block: Block, size: int, stream: str) -> None:
-        """A storage changed its size in place: to the allocator, one block dies and another is born."""
-        if size == block.bytes:
+        """A storage changed its size in place: to the allocator, a new block is born, filled, and the old one dies."""
+        old = block.bytes
+        if size == old:
             return
-        grown = size - block.bytes
-        if self.capacity_bytes is not None and self.bytes + grown > self.capacity_bytes:
-            raise self._overflow(grown, block.scope)
-        self._events.append(Free(block.number, block.bytes, block.category))
-        self._add(block, -block.bytes)
-        self._count += 1
+        if size:
+            self.make_room(size, block.scope)
+            self._add(block, size)
+            self._count += 1
+            self._events.append(Alloc(self._count, size, block.category, stream))
+        if old:
+            self._add(block, -old)
+            self._events.append(Free(block.number, old, block.category))
+        self._temporaries.pop(block.number, None)
         block.number, block.bytes = self._count, size
-        self._add(block, size)
-        self._events.append(Alloc(block.number, size, block.category, stream))
+        if size and block.category == "temporary":
+            self._temporaries[block.number] = weakref.ref(block)
 
     def _overflow(self, size: int, scope: str) -> VirtualOutOfMemory:
         import humanize

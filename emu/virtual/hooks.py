@@ -62,7 +62,8 @@ class TorchHooks:
 
 def _before_forward(module: Any, _: Any) -> None:
     if (tracker := _tracker()) is not None:
-        tracker.names.enter(module)
+        if tracker.names.enter(module):
+            tracker.watch(module, "")
 
 
 def _after_forward(module: Any, _: Any, __: Any) -> None:
@@ -94,14 +95,17 @@ def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     if (tracker := _tracker()) is None:
         return
     tracker.stepping = False
-    for state in optimizer.state.values():
+    for p, state in optimizer.state.items():
         for value in state.values():
             if isinstance(value, Tensor):
-                tracker.account(value, "optimizer")
+                tracker.account(value, "optimizer", like=p)
 
 
 def _resize(storage: Any, size: int) -> Any:
+    tracker = _tracker()
+    if tracker is not None:
+        tracker.resizes(storage, size)
     result = TorchHooks.resize(storage, size)  # type: ignore[attr-defined]
-    if (tracker := _tracker()) is not None:
+    if tracker is not None:
         tracker.resized(storage)
     return result

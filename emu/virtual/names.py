@@ -33,11 +33,13 @@ class Names:
         for path, part in module.named_modules():
             self._paths[part] = ".".join(filter(None, (name, path)))
 
-    def enter(self, module: nn.Module) -> None:
-        if module not in self._paths:
+    def enter(self, module: nn.Module) -> bool:
+        """A module's forward begins. Returns whether nobody had named it yet; its parts are named below it then."""
+        if unknown := module not in self._paths:
             self.watch(module)
         self._stack.append(self.scope)
         self._change(self._paths[module])
+        return unknown
 
     def leave(self) -> None:
         if self._stack:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from emu.spmd.errors import CrossRankAccess
+from emu.spmd.errors import CrossRankAccess, VirtualOutOfMemory
 from emu.trace.events import Kernel
 from emu.trace.ops import Op, default_work, op_of
 from emu.virtual.device import VirtualDevice, refuse_trainable
@@ -82,6 +82,8 @@ class Tracker(TorchDispatchMode):
             elif type(t) is nn.Parameter and not block.watched:
                 self.adopt(t, block)
 
+        if op.name == "resize_":
+            self._before_resize(args)
         out = func(*args, **kwargs) if kwargs else func(*args)
 
         node = _node()
@@ -120,7 +122,11 @@ class Tracker(TorchDispatchMode):
                         kernel.made.append(weakref.ref(storage))
                     else:
                         category = self.category or ("activations" if grad and not self.stepping else "temporary")
-                        ledger.alloc(storage, category, scope, stream.name)
+                        try:
+                            ledger.alloc(storage, category, scope, stream.name)
+                        except VirtualOutOfMemory:
+                            self.stepping = False  # torch tells nobody that an optimizer's step ended so
+                            raise
         elif op.name == "resize_":
             self.resized(inputs[0].untyped_storage())
         if device.many_streams:
@@ -199,11 +205,18 @@ class Tracker(TorchDispatchMode):
         if parameter.grad is not None:
             self.account(parameter.grad, "gradients")
 
-    def account(self, t: Tensor, category: str) -> None:
-        """Moves a tensor's storage to a category, if this device has it."""
+    def account(self, t: Tensor, category: str, like: Tensor | None = None) -> None:
+        """Moves a tensor's storage to a category, and to the place of another tensor's, if this device has it."""
         block = getattr(t.untyped_storage(), "_emu", None)
         if type(block) is Block and block.ledger is self._ledger and block.category != "parameters":
-            self._ledger.recategorise(block, category)
+            model = getattr(like.untyped_storage(), "_emu", None) if isinstance(like, Tensor) else None
+            self._ledger.recategorise(block, category, model.scope if type(model) is Block else None)
+
+    def resizes(self, storage: Any, size: int) -> None:
+        """Before a storage changes its size: raises if the new one does not fit beside the old one."""
+        block = getattr(storage, "_emu", None)
+        if block is None or (type(block) is Block and block.ledger is self._ledger and size not in (0, block.bytes)):
+            self._ledger.make_room(size, self.names.scope)
 
     def resized(self, storage: Any) -> None:
         block = getattr(storage, "_emu", None)
@@ -211,6 +224,14 @@ class Tracker(TorchDispatchMode):
             self._ledger.alloc(storage, self.category or "temporary", self.names.scope, self.device.stream_now.name)
         elif type(block) is Block and block.ledger is self._ledger:
             self._ledger.resized(block, storage.nbytes(), self.device.stream_now.name)
+
+    def _before_resize(self, args: Any) -> None:
+        t, count = args[0], 1
+        for n in args[1]:
+            count *= n
+        needed = (t.storage_offset() + count) * t.element_size()
+        if needed > t.untyped_storage().nbytes():  # resize_ never shrinks a storage
+            self.resizes(t.untyped_storage(), needed)
 
     def _order(self, op: Op, inputs: list[Tensor], outputs: Any, args: Any, stream: Any) -> None:
         """Several streams are in use: notes who touches what, and raises on a race."""

@@ -71,7 +71,13 @@ def test_an_op_that_the_ledger_misses_is_found_out(missed, monkeypatch):
     def program(rank):
         x = torch.randn(8, 8)
         with torch.no_grad():
-            kept = [x.mm(x), nn.functional.gelu(x), nn.functional.layer_norm(x, (8,)), x.double(), torch.empty(4).resize_(16)]
+            kept = [
+                x.mm(x),
+                nn.functional.gelu(x),
+                nn.functional.layer_norm(x, (8,)),
+                x.double(),
+                torch.empty(4).resize_(16),
+            ]
             return len(kept), x + 1
 
     good, _ = watched(program)
