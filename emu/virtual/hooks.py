@@ -6,14 +6,19 @@ They serve the rank whose thread calls, and do nothing on any other thread.
 from __future__ import annotations
 
 import threading
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.modules import module as nn_module
+from torch.utils import _python_dispatch
 
 from emu.virtual.tracker import Tracker
 
+_MODE_FLAGS = [
+    name for name in vars(_python_dispatch) if name.startswith("_is_in_") and name.endswith(("mode", "internals"))
+]
 _here = threading.local()  # .tracker: the Tracker of the rank whose thread this is
 
 
@@ -27,37 +32,50 @@ def _tracker() -> Tracker | None:
 
 
 class TorchHooks:
-    """Module scopes, parameters, optimizer steps and storage resizes, as torch announces them."""
+    """Module scopes, parameters, optimizer steps, storage resizes and copies, as torch announces them.
+
+    In force once, however many launches are under way (one may be inside another).
+    """
 
     users = 0
     lock = threading.Lock()
     resize: Any = None
+    undo = ExitStack()
 
     def __enter__(self) -> TorchHooks:
-        import torch.optim.optimizer as optimizer
-
         with self.lock:
             TorchHooks.users += 1
             if TorchHooks.users == 1:
-                TorchHooks.resize = torch.UntypedStorage.resize_
-                torch.UntypedStorage.resize_ = _resize  # type: ignore[method-assign,assignment]
-        self._handles = [
+                TorchHooks.undo = self._install()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        with self.lock:
+            TorchHooks.users -= 1
+            if not TorchHooks.users:
+                TorchHooks.undo.close()
+
+    def _install(self) -> ExitStack:
+        import torch.optim.optimizer as optimizer
+
+        undo = ExitStack()
+        TorchHooks.resize = torch.UntypedStorage.resize_
+        undo.callback(setattr, torch.UntypedStorage, "resize_", TorchHooks.resize)
+        torch.UntypedStorage.resize_ = _resize  # type: ignore[method-assign,assignment]
+        undo.callback(delattr, torch.UntypedStorage, "clone")  # what it inherits shows again
+        torch.UntypedStorage.clone = _clone  # type: ignore[method-assign]
+        for flag in _MODE_FLAGS:  # torch puts them back in order of nesting, which ranks do not keep
+            undo.callback(setattr, _python_dispatch, flag, getattr(_python_dispatch, flag))
+        for handle in (
             nn_module.register_module_forward_pre_hook(_before_forward),
             nn_module.register_module_forward_hook(_after_forward, always_call=True),
             nn_module.register_module_parameter_registration_hook(_parameter),
             nn_module.register_module_buffer_registration_hook(_buffer),
             optimizer.register_optimizer_step_pre_hook(_before_step),
             optimizer.register_optimizer_step_post_hook(_after_step),
-        ]
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-        with self.lock:
-            TorchHooks.users -= 1
-            if not TorchHooks.users:
-                torch.UntypedStorage.resize_ = TorchHooks.resize  # type: ignore[method-assign]
+        ):
+            undo.callback(handle.remove)
+        return undo
 
 
 def _before_forward(module: Any, _: Any) -> None:
@@ -109,3 +127,12 @@ def _resize(storage: Any, size: int) -> Any:
     if tracker is not None:
         tracker.resized(storage)
     return result
+
+
+def _clone(storage: Any) -> Any:
+    """copy.deepcopy of a tensor copies its storage, which no operator tells of."""
+    if (tracker := _tracker()) is None:
+        return super(torch.UntypedStorage, storage).clone()  # type: ignore[misc]
+    fresh = type(storage)(storage.nbytes(), device=storage.device)
+    tracker.resized(fresh)
+    return fresh.copy_(storage)

@@ -71,14 +71,18 @@ class Tracker(TorchDispatchMode):
             elif type(a) is list or type(a) is tuple:
                 inputs.extend(t for t in a if isinstance(t, Tensor))
         if kwargs:
-            inputs.extend(t for t in kwargs.values() if isinstance(t, Tensor))
+            for a in kwargs.values():
+                if isinstance(a, Tensor):
+                    inputs.append(a)
+                elif type(a) is list or type(a) is tuple:
+                    inputs.extend(t for t in a if isinstance(t, Tensor))
         learns = False
         for t in inputs:
             if t.requires_grad:
                 learns = True
             block = getattr(t.untyped_storage(), "_emu", None)
             if block is None or block.ledger is not ledger:
-                self.foreign(t, any(t is args[i] for i in op.writes if i < len(args)), op.name)
+                self.foreign(t, any(t is w for w in _written(op, args, kwargs)), op.name)
             elif type(t) is nn.Parameter and not block.watched:
                 self.adopt(t, block)
 
@@ -127,10 +131,12 @@ class Tracker(TorchDispatchMode):
                         except VirtualOutOfMemory:
                             self.stepping = False  # torch tells nobody that an optimizer's step ended so
                             raise
+                        if device.many_streams and not op.launches and (block := getattr(storage, "_emu", None)):
+                            block.writer = (stream.name, stream.tick, op.name, None)  # memory of this stream's
         elif op.name == "resize_":
             self.resized(inputs[0].untyped_storage())
         if device.many_streams:
-            self._order(op, inputs, outputs, args, stream)
+            self._order(op, inputs, outputs, _written(op, args, kwargs), stream)
         if self.stepping and all(not t.dim() for t in inputs):
             return out  # an optimizer counts its steps on the host
         if op.host_reads:
@@ -233,19 +239,18 @@ class Tracker(TorchDispatchMode):
         if needed > t.untyped_storage().nbytes():  # resize_ never shrinks a storage
             self.resizes(t.untyped_storage(), needed)
 
-    def _order(self, op: Op, inputs: list[Tensor], outputs: Any, args: Any, stream: Any) -> None:
+    def _order(self, op: Op, inputs: list[Tensor], outputs: Any, written: list[Tensor], stream: Any) -> None:
         """Several streams are in use: notes who touches what, and raises on a race."""
         if not op.launches and not op.host_reads:
             return
         stream.tick += 1
         device = self.device
-        written = {id(args[i].untyped_storage()) for i in op.writes if i < len(args) and isinstance(args[i], Tensor)}
-        fresh = {id(t.untyped_storage()) for t in outputs}
+        changed = {id(t.untyped_storage()) for t in (*written, *outputs)}
         for t in inputs:
             storage = t.untyped_storage()
             block = getattr(storage, "_emu", None)
             if block is not None:
-                check_use(device, block, stream, id(storage) in written or id(storage) in fresh, op.name, _Line())
+                check_use(device, block, stream, id(storage) in changed, op.name, _Line())
         for t in outputs:
             block = getattr(t.untyped_storage(), "_emu", None)
             if block is not None and block.writer is None:
@@ -334,6 +339,17 @@ class _Line:
 
     def __str__(self) -> str:
         return self._text
+
+
+def _written(op: Op, args: Any, kwargs: Any) -> list[Tensor]:
+    """The tensors that an op writes: in place, as out=, or in a list of either kind."""
+    given = [args[i] for i in op.writes if i < len(args)]
+    if kwargs:
+        given += [kwargs.get(name) for name in op.out_names]
+    found: list[Tensor] = []
+    for a in given:
+        found.extend((a,) if isinstance(a, Tensor) else a or ())
+    return found
 
 
 def _gradient(tracker: Tracker | None, parameter: Tensor) -> None:

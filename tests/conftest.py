@@ -1,0 +1,16 @@
+"""How hard the property tests try: HYPOTHESIS_PROFILE=ci (the default, the same cases every time), dev or exhaustive."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from hypothesis import HealthCheck, settings
+
+SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
+settings.register_profile("ci", derandomize=True, deadline=None, max_examples=25, suppress_health_check=SLOW)
+settings.register_profile("dev", deadline=None, max_examples=100, suppress_health_check=SLOW)
+settings.register_profile("exhaustive", deadline=None, max_examples=1000, suppress_health_check=SLOW)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+torch.set_num_threads(1)
