@@ -1,4 +1,4 @@
-"""The process-wide random generators' state (torch, random, and numpy if it is in use), kept per rank.
+"""The process-wide random generators' state (torch, random, numpy), kept per rank.
 
 A hand-over between ranks exchanges all of it, so it is made cheap: numpy's generator is exchanged, not copied, and
 Python's is copied as memory where its layout is the known one.
@@ -36,13 +36,12 @@ class RandomState:
     a process seeds from chance, with the rank's number.
     """
 
-    __slots__ = ("_gauss", "_mark", "_numpy", "_python", "_rank", "_torch")
+    __slots__ = ("_gauss", "_mark", "_numpy", "_python", "_torch")
 
     def __init__(self, rank: int | None = None) -> None:
-        self._rank = rank
         self._torch = torch.Generator().get_state() if rank is not None else torch.default_generator.get_state()
         self._python: Any = None if rank is None else random.Random(rank).getstate()
-        self._numpy: Any = None  # its bit generator, made when numpy.random is first seen
+        self._numpy: Any = None if rank is None else _numpy_random().MT19937(rank)
         self._gauss: Any = None  # its whole state, if it holds the second half of a pair of normal values
         self._mark: Any = None
         if rank is None:
@@ -51,8 +50,7 @@ class RandomState:
     def save(self) -> None:
         self._torch = torch.default_generator.get_state()
         self._python = (ctypes.string_at(_ADDRESS, _BYTES), _python.gauss_next) if _AS_MEMORY else _python.getstate()
-        if (numpy := sys.modules.get("numpy.random")) is None:
-            return
+        numpy = _numpy_random()
         bits = numpy.get_bit_generator()
         if bits is self._numpy and self._gauss is None and self._mark == _mark(bits) is not None:
             return  # nothing was drawn since it was restored
@@ -67,14 +65,18 @@ class RandomState:
             ctypes.memmove(_ADDRESS, words, _BYTES)
         else:
             _python.setstate(self._python)
-        if (numpy := sys.modules.get("numpy.random")) is None:
-            return
-        if self._numpy is None:
-            self._numpy = numpy.MT19937(self._rank)
+        numpy = _numpy_random()
         numpy.set_bit_generator(self._numpy)  # forgets a kept normal value
         if self._gauss is not None:
             numpy.set_state(self._gauss)
         self._mark = _mark(self._numpy)
+
+
+def _numpy_random() -> Any:
+    # numpy loads it on first use and seeds it from chance: it is loaded before any rank can.
+    import numpy.random
+
+    return numpy.random
 
 
 def _mark(bits: Any) -> tuple[int, int] | None:

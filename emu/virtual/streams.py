@@ -102,11 +102,11 @@ def check_use(device: VirtualDevice, block: Block, stream: VirtualStream, writes
     name, seen = stream.name, stream.seen
     before = block.writer or (DEFAULT, device.alone_until, "an earlier kernel", None)
     if before[0] != name and seen.get(before[0], 0) < before[1]:
-        raise _race(device, block, stream, "writes" if writes else "reads", what, "writes", before)
+        raise _race(device, block, stream, "writes" if writes else "reads", what, where, "writes", before)
     if writes:
         for before in (block.readers or {}).values():
             if before[0] != name and seen.get(before[0], 0) < before[1]:
-                raise _race(device, block, stream, "writes", what, "reads", before)
+                raise _race(device, block, stream, "writes", what, where, "reads", before)
         block.writer, block.readers = (name, stream.tick, what, where), None
     else:
         if block.readers is None:
@@ -115,14 +115,21 @@ def check_use(device: VirtualDevice, block: Block, stream: VirtualStream, writes
 
 
 def _race(
-    device: VirtualDevice, block: Block, stream: VirtualStream, verb: str, what: str, did: str, before: tuple[Any, ...]
+    device: VirtualDevice,
+    block: Block,
+    stream: VirtualStream,
+    verb: str,
+    what: str,
+    where: Any,
+    did: str,
+    before: tuple[Any, ...],
 ) -> BufferInFlight:
-    other, _, earlier, where = before
+    other, _, earlier, place = before
     buffer = f"{block.bytes} bytes of {block.category}{' of ' + block.scope if block.scope else ''}"
-    line = f" (issued at {where})" if where else ""
+    here, there = f" ({where})" if where else "", f" (issued at {place})" if place else ""
     return BufferInFlight(
-        f"rank {device.rank}: {what} on stream {stream.name!r} {verb} a buffer ({buffer}) that {earlier} on stream "
-        f"{other!r}{line} still {did}: nothing orders the two",
+        f"rank {device.rank}: {what}{here} on stream {stream.name!r} {verb} a buffer ({buffer}) that {earlier} on stream "
+        f"{other!r}{there} still {did}: nothing orders the two",
         f"wait first: work.wait() for a collective, or make stream {stream.name!r} wait for an event recorded on {other!r}",
         rank=device.rank,
         streams=(other, stream.name),
