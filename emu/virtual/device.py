@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from emu.spmd.calls import Call, Message, Work
 from emu.spmd.errors import CrossRankAccess
-from emu.trace.events import Event, Free, HostWait, Mark, Transfer
+from emu.trace.events import Collective, Event, Free, HostWait, Kernel, Mark, Transfer
 from emu.virtual.clock import Clock
 from emu.virtual.hbm import Ledger
-from emu.virtual.rendezvous import Rendezvous, described
+from emu.virtual.rendezvous import Rendezvous, described, handling
 from emu.virtual.streams import DEFAULT, VirtualEvent, VirtualStream, check_use
 from emu.virtual.works import CollectiveWork, MessagesWork, dtype_name, recorded
 
@@ -47,23 +47,32 @@ class VirtualDevice:
         self.host_seen: dict[str, int] = {}
         self.alone_until = 0  # tick of the default stream up to which nobody noted who wrote what
         self.many_streams = False
+        self._host_waited = 0  # how many events came before the host last waited
         self._streams: dict[str, VirtualStream] = {}
         self.stream_now = self._streams[DEFAULT] = VirtualStream(DEFAULT, self)
         self._sequence: dict[Any, int] = {}
         self._works = self._event_count = 0
         self._on_current = False
-        self.inside_kernel: Callable[[], AbstractContextManager[Any]] = nullcontext  # what a tier's arithmetic does there
+        self.inside_kernel: Callable[[], AbstractContextManager[Any]] = (
+            nullcontext  # what a tier's arithmetic does there
+        )
         self.clock: Clock | None = None  # for order="time"
 
     # The Device protocol.
 
     def stream(self, name: str) -> VirtualStream:
         if name not in self._streams:
-            if not self.many_streams:
-                self.many_streams = True
-                self.alone_until = self._streams[DEFAULT].tick = 1
+            self.count_uses()
             self._streams[name] = VirtualStream(name, self)
         return self._streams[name]
+
+    def count_uses(self) -> None:
+        """From here on the order of uses matters: there is a second stream, or an event that one will wait for."""
+        if not self.many_streams:
+            self.many_streams = True
+            self.alone_until = self._streams[DEFAULT].tick = 1
+            if not any(type(event) in (Kernel, Collective, Transfer) for event in self.events[self._host_waited :]):
+                self.host_sees({DEFAULT: 1})  # the host has waited for all there is
 
     def event(self) -> VirtualEvent:
         return VirtualEvent(self)
@@ -91,6 +100,7 @@ class VirtualDevice:
         """The host waits for a stream, or for all: what it gives to any stream afterwards comes after that."""
         for s in self._streams.values() if stream is None else (stream,):
             self.host_sees(s.point())
+        self._host_waited = len(self.events)
         self.events.append(HostWait("" if stream is None else stream.name, reason))
 
     def host_sees(self, point: dict[str, int]) -> None:
@@ -127,7 +137,7 @@ class VirtualDevice:
 
     def collective(self, group: Group, call: Call) -> Work:
         self.rendezvous.scheduler.before_op(self.rank)
-        line = self.rendezvous.line_of()
+        line = self.rendezvous.line_of() + handling()
         seq = self._sequence[group.key] = self._sequence.get(group.key, -1) + 1
         stream = self._communicates(group.label)
         what = f"{group.label}.{call.kind} number {seq}"
@@ -145,7 +155,7 @@ class VirtualDevice:
 
     def messages(self, group: Group, messages: list[Message]) -> Work:
         self.rendezvous.scheduler.before_op(self.rank)
-        line, parts = self.rendezvous.line_of(), []
+        line, parts = self.rendezvous.line_of() + handling(), []
         alone = self._on_current and len(messages) == 1
         for m in messages:
             me, peer = self.rank, group.members[m.peer]

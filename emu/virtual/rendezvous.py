@@ -46,6 +46,12 @@ def user_line(inside: tuple[str, ...] = _INSIDE) -> str:
     return "unknown"
 
 
+def handling() -> str:
+    """What the caller is handling just now, for messages: the cause of a stuck rank may be an exception under way."""
+    error = sys.exc_info()[1]
+    return f" while handling {type(error).__name__}: {error}"[:200] if error is not None else ""
+
+
 def call_site() -> str:
     """Where a communication was called, strategies included."""
     return user_line(_MACHINERY)

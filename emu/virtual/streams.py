@@ -75,6 +75,7 @@ class VirtualEvent:
 
     def record(self, stream: VirtualStream | None = None) -> VirtualEvent:
         stream = stream or self._device.stream_now
+        self._device.count_uses()
         self.number = self._device.next_event()
         self._point, self._stream = stream.point(), stream
         self._device.events.append(EventRecord(self.number, stream.name))
