@@ -67,7 +67,13 @@ def launch(
         raise EmuError(f"there is no launch mode {launch_mode!r}", f"use one of {', '.join(LAUNCH_MODES)}")
     if backend == "auto":
         backend = "real" if under_torchrun() else "virtual"
+    if isinstance(args, str) or not isinstance(args, Sequence):
+        raise EmuError(f"args is a {type(args).__name__}", "pass the program's further arguments as a tuple: args=(x,)")
     where: Cluster = mesh.on
+    if not isinstance(where, Cluster):
+        raise EmuError(
+            f"the mesh lies on {where!r}, which is no cluster", 'pass one: Mesh(dp=8, on=emu.cluster("h100-8"))'
+        )
     roles = Precision.preset(precision) if precision is not None else None
     with _default_dtype(roles):
         if backend == "real":

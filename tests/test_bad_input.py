@@ -50,7 +50,9 @@ def ones(*shape: int) -> torch.Tensor:
 
 
 def out_of_memory(rank):
-    return [torch.zeros(10**9, dtype=torch.float64) for _ in range(20)]  # 8 GB each, on a device of 80 GB (shapes alone)
+    return [
+        torch.zeros(10**9, dtype=torch.float64) for _ in range(20)
+    ]  # 8 GB each, on a device of 80 GB (shapes alone)
 
 
 def crossed_sends(rank):
@@ -128,6 +130,14 @@ MESHES = [
 LAUNCHES = [
     Case("no program", on_two(3), EmuError, "the program is a int", r"pass a function program\(rank\)"),
     Case("no mesh", lambda: emu.launch(crossed_sends, 8), EmuError, "the mesh is a int", r"emu.Mesh\(dp=8\)"),
+    Case(
+        "a cluster's name for a cluster",
+        lambda: emu.launch(ones, emu.Mesh(dp=2, on="h100-8")),
+        EmuError,
+        "the mesh lies on 'h100-8', which is no cluster",
+        r'on=emu.cluster\("h100-8"\)',
+    ),
+    Case("args that are no tuple", on_two(ones, args=3), EmuError, "args is a int", r"args=\(x,\)"),
     Case("unknown backend", on_two(ones, backend="gpu"), EmuError, "no backend 'gpu'", "auto, virtual, shape, real"),
     Case(
         "unknown order", on_two(ones, order="fast"), EmuError, "no order 'fast'", '"program", "time", or a whole number'

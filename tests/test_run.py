@@ -241,6 +241,16 @@ def test_a_saved_run_comes_back_as_it_was(program, mesh, tmp_path):
     assert list(tmp_path.iterdir()) == [tmp_path / "run.emu"]  # nothing is left beside it
 
 
+def test_a_shape_run_is_saved_with_the_shapes_of_its_results(tmp_path):
+    run = emu.launch(everything, emu.Mesh(dp=2), backend="shape")
+    run.save(tmp_path / "run.emu")
+    back = emu.Run.load(tmp_path / "run.emu")
+    for a, b in zip(back.results, run.results):
+        assert a["tensor"].is_meta and (a["tensor"].dtype, a["tensor"].shape) == (b["tensor"].dtype, b["tensor"].shape)
+        assert a["grads"].layouts == b["grads"].layouts and a["plain"] == b["plain"]
+    assert dumps(back.trace) == dumps(run.trace)
+
+
 def test_a_cluster_that_emu_does_not_know_by_name_is_passed_again(tmp_path):
     from dataclasses import replace
 

@@ -1,8 +1,8 @@
 """Carries results between ranks as JSON for their structure and bytes for their tensors; nothing is unpickled.
 
 What can be carried: None, bool, int, float (NaN and infinities included), str; lists, tuples and dicts (keys: str, int,
-float, bool, None) of these, nested; dense tensors of any dtype, which arrive on the CPU without autograd; Grads with
-their layouts; Layout, Shard, Replicate, Partial.
+float, bool, None) of these, nested; dense tensors of any dtype, which arrive on the CPU without autograd, and those of
+shape runs, which have no values; Grads with their layouts; Layout, Shard, Replicate, Partial.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ def encode(value: Any, tensors: list[Tensor], path: str = "result") -> Any:
         return value
     if type(value) is float:
         return {"float": value.hex()}
+    if isinstance(value, Tensor) and value.is_meta:
+        return {"meta": [str(value.dtype).removeprefix("torch."), list(value.shape)]}
     if isinstance(value, Tensor) and value.layout is torch.strided and not value.is_quantized:
         tensors.append(value.detach().to("cpu"))
         return {"tensor": [str(value.dtype).removeprefix("torch."), list(value.shape)]}
@@ -68,6 +70,8 @@ def decode(data: Any, tensors: list[Tensor]) -> Any:
             return float.fromhex(inner)
         case "tensor":
             return tensors.pop(0)
+        case "meta":
+            return torch.empty(inner[1], dtype=getattr(torch, inner[0]), device="meta")
         case "list":
             return [decode(v, tensors) for v in inner]
         case "tuple":

@@ -132,6 +132,19 @@ def test_what_is_not_finite_is_never_equivalent():
         assert not found and "not finite" in found.why
 
 
+def test_overflows_on_both_sides_prove_nothing():
+    for value in (float("nan"), float("inf")):
+        found = check(lambda rank, v=value: torch.tensor([1.0, v]), MESH, lambda v=value: torch.tensor([1.0, v]))
+        assert not found and "not finite on both sides" in found.why
+
+
+def test_numbers_of_different_kinds_are_compared_by_value():
+    assert check(lambda rank: torch.ones(2).sum().item(), MESH, lambda: torch.tensor(2), tier="float32")
+    for imaginary in (1.0, 2.0):
+        found = check(lambda rank: torch.ones(2) + 1j, MESH, lambda i=imaginary: torch.ones(2) + 1j * i, tier="float64")
+        assert bool(found) == (imaginary == 1.0)
+
+
 def test_replicas_that_disagree_are_named_with_their_ranks():
     found = check(lambda rank: {"w": torch.tensor([1.0 + (rank == 2)])}, MESH, lambda: {"w": torch.ones(1)})
     assert not found and found.first_divergence == found.worst_parameter == "w"
