@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -56,7 +56,7 @@ def kept() -> Iterator[Keeper]:
 
 @contextmanager
 def keeping() -> Iterator[None]:
-    """While it is on, torch announces parameters and optimizers to the Keeper of the thread that makes them."""
+    """While it is on, torch announces parameters, optimizers and whatever else gets a gradient to the thread's Keeper."""
     import torch.optim.optimizer as optimizer
 
     handles = [
@@ -64,11 +64,35 @@ def keeping() -> Iterator[None]:
         nn_module.register_module_forward_pre_hook(_called),  # a copied module registers nothing, but is called
         optimizer.register_optimizer_step_post_hook(_stepped),
     ]
+    backward = torch.autograd.backward
+
+    def announcing(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        keeper = getattr(_here, "keeper", None)
+        if keeper is not None:
+            for leaf in _leaves([tensors] if isinstance(tensors, Tensor) else tensors):
+                keeper.keep(leaf)
+        return backward(tensors, *args, **kwargs)
+
+    torch.autograd.backward = announcing
     try:
         yield
     finally:
+        torch.autograd.backward = backward
         for handle in handles:
             handle.remove()
+
+
+def _leaves(roots: Iterable[Tensor]) -> Iterator[Tensor]:
+    """The tensors that a backward from these roots gives gradients to, in an order that the program alone decides."""
+    nodes = [root.grad_fn for root in roots if root.grad_fn is not None]
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        if (leaf := getattr(node, "variable", None)) is not None:
+            yield leaf
+        following = [n for n, _ in node.next_functions if n is not None and n not in seen]
+        seen.update(following)
+        nodes += following
 
 
 def digest_of(result: Any) -> bytes:

@@ -213,7 +213,7 @@ def test_a_program_that_returns_too_little_leaves_survivors_and_is_not_accepted(
     assert "must return more" in found.why and "went unnoticed" in str(found)
 
 
-@pytest.mark.parametrize("way", ["copied", "optimizer"])
+@pytest.mark.parametrize("way", ["copied", "optimizer", "bare"])
 def test_whatever_holds_the_parameters_survivors_are_noticed(way):
     """A deep copy registers no parameter, and a bare tensor belongs to no module: both are states nevertheless."""
     import copy
@@ -228,7 +228,7 @@ def test_whatever_holds_the_parameters_survivors_are_noticed(way):
             (weights[0] * (rank + 1)).sum().backward()
         for w in weights:
             rank.group("dp").all_reduce(w.grad)
-        if way == "optimizer":
+        if way == "optimizer":  # its parameters are the state, and it has none of its own
             torch.optim.SGD(weights, lr=0.5).step()
         return torch.ones(1)
 
