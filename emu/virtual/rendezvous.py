@@ -195,9 +195,9 @@ class Rendezvous:
                 )
         if call.kind == "all_to_all":
             for j, other in meeting.calls.items():
-                self._splits(meeting, group, call, j, other)
+                self._splits(meeting, group, call, line, j, other)
 
-    def _splits(self, meeting: Meeting, group: Group, call: Call, j: int, other: Call) -> None:
+    def _splits(self, meeting: Meeting, group: Group, call: Call, line: str, j: int, other: Call) -> None:
         """What one rank sends another must be what that one expects."""
         for (a, i), (b, k) in (((call, group.rank), (other, j)), ((other, j), (call, group.rank))):
             assert a.source is not None and b.target is not None
@@ -206,8 +206,9 @@ class Rendezvous:
             if sent != expected:
                 src, dst = group.members[i], group.members[k]
                 raise CollectiveMismatch(
-                    f"{group.label}.all_to_all number {meeting.seq}: pair ({src}->{dst}): rank {src} sent {sent}, "
-                    f"rank {dst} expected {expected}",
+                    f"{group.label}.all_to_all number {meeting.seq}: pair ({src}->{dst}): rank {src} sent {sent} "
+                    f"({line if a is call else meeting.lines[j]}), rank {dst} expected {expected} "
+                    f"({line if b is call else meeting.lines[j]})",
                     "recv_sizes on one side must be send_sizes on the other, transposed",
                     ranks=(src, dst),
                     sent=sent,
