@@ -54,14 +54,14 @@ class Op:
 
 
 def op_of(func: Any) -> Op:
-    """The facts about an operator overload, cached."""
-    op = _OPS.get(func)
-    if op is None:
-        op = _OPS[func] = Op(func)
-    return op
+    """The facts about an operator overload, worked out once and kept on it."""
+    try:
+        return func._emu_op
+    except AttributeError:
+        func._emu_op = op = Op(func)
+        return op
 
 
-_OPS: dict[Any, Op] = {}
 FREE = {
     aten.empty,
     aten.empty_like,
@@ -95,17 +95,13 @@ HOST_READS = {
 def default_work(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Work:
     """Reads every input and writes every output once, one flop for every element of the largest of them."""
     moved = most = 0
-    for t in inputs:
-        moved += t.nbytes
-        n = t.numel()
-        if n > most:
-            most = n
-    for t in outputs:
-        moved += t.nbytes
-        n = t.numel()
-        if n > most:
-            most = n
-    return Work(most, moved, ())
+    for tensors in (inputs, outputs):
+        for t in tensors:
+            moved += t.nbytes
+            n = t.numel()
+            if n > most:
+                most = n
+    return tuple.__new__(Work, (most, moved, ()))
 
 
 def _matmul(a: Tensor, b: Tensor, out: Tensor, extra: int = 0) -> Work:

@@ -13,26 +13,47 @@ from typing import Any
 from emu.spmd.errors import VirtualOutOfMemory
 from emu.trace.events import CATEGORIES, Alloc, Event, Free, Recategorise
 
-ROUND_BYTES = 512  # the CUDA caching allocator rounds requests up to this
+_new = tuple.__new__  # a named tuple's own constructor takes twice as long
 
 
 class Block:
     """One live storage of a device. `writer` and `readers` say which streams touched it last; see streams.py."""
 
-    __slots__ = ("__weakref__", "bytes", "category", "ledger", "number", "readers", "scope", "watched", "writer")
+    __slots__ = (
+        "__weakref__",
+        "bytes",
+        "category",
+        "ledger",
+        "number",
+        "place",
+        "readers",
+        "scope",
+        "watched",
+        "writer",
+    )
 
-    def __init__(self, ledger: Ledger, number: int, bytes: int, category: str, scope: str) -> None:
+    def __init__(self, ledger: Ledger, number: int, bytes: int, category: str, scope: str, place: list[int]) -> None:
         self.ledger = ledger
         self.number = number
         self.bytes = bytes
         self.category = category
         self.scope = scope
+        self.place = place
         self.writer: Any = None
         self.readers: Any = None
         self.watched = False
 
     def __del__(self) -> None:
-        self.ledger.free(self)
+        # Written out, and not a call of the ledger's: every storage that dies comes by here.
+        ledger = self.ledger
+        size = self.bytes
+        if ledger.closed or not size:
+            return
+        ledger.bytes -= size
+        self.place[0] -= size
+        if ledger._temporaries:
+            ledger._temporaries.pop(self.number, None)
+        ledger._events.append(_new(Free, (self.number, size, self.category)))
 
 
 class Ledger:
@@ -49,15 +70,30 @@ class Ledger:
         self.capacity_bytes = capacity_bytes
         self.bytes = 0
         self.peak_bytes = 0
-        self.by_category = dict.fromkeys(CATEGORIES, 0)
-        self.by_place: dict[tuple[str, str], int] = {}
         self.closed = False
+        self._places: dict[tuple[str, str], list[int]] = {}  # (category, scope) -> [bytes]
         self._events = events
         self._count = 0
         self._temporaries: dict[int, weakref.ref[Block]] = {}
 
-    def alloc(self, storage: Any, category: str, scope: str, stream: str) -> Block | None:
+    @property
+    def by_category(self) -> dict[str, int]:
+        """Bytes alive, by category."""
+        sizes = dict.fromkeys(CATEGORIES, 0)
+        for (category, _), place in self._places.items():
+            sizes[category] += place[0]
+        return sizes
+
+    @property
+    def by_place(self) -> dict[tuple[str, str], int]:
+        """Bytes alive, by category and scope."""
+        return {key: place[0] for key, place in self._places.items() if place[0]}
+
+    def alloc(self, storage: Any, category: str, scope: str, stream: str, may_be_kept: bool = True) -> Block | None:
         """Counts a new storage. Returns None for one without bytes.
+
+        Args:
+            may_be_kept: whether a temporary may still be alive when backward starts.
 
         Raises:
             VirtualOutOfMemory: it does not fit, even after a collection of garbage cycles.
@@ -65,39 +101,40 @@ class Ledger:
         size = storage.nbytes()
         if not size:
             return None
-        self.make_room(size, scope)
-        self._count += 1
-        block = Block(self, self._count, size, category, scope)
-        storage._emu = block
-        self._add(block, size)
-        self._events.append(Alloc(block.number, size, category, stream))
-        if category == "temporary":
-            self._temporaries[block.number] = weakref.ref(block)
+        total = self.bytes + size
+        if self.capacity_bytes is not None and total > self.capacity_bytes:
+            self.make_room(size, scope)
+            total = self.bytes + size
+        self.bytes = total
+        if total > self.peak_bytes:
+            self.peak_bytes = total
+        place = self._places.get((category, scope)) or self._place(category, scope)
+        place[0] += size
+        self._count = number = self._count + 1
+        storage._emu = block = Block(self, number, size, category, scope, place)
+        self._events.append(_new(Alloc, (number, size, category, stream)))
+        if may_be_kept and category == "temporary":
+            self._temporaries[number] = weakref.ref(block)
         return block
+
+    def _place(self, category: str, scope: str) -> list[int]:
+        return self._places.setdefault((category, scope), [0])
 
     def _add(self, block: Block, size: int) -> None:
         self.bytes += size
         if self.bytes > self.peak_bytes:
             self.peak_bytes = self.bytes
-        self.by_category[block.category] += size
-        place = (block.category, block.scope)
-        self.by_place[place] = self.by_place.get(place, 0) + size
-
-    def free(self, block: Block) -> None:
-        if self.closed or not block.bytes:
-            return
-        self._add(block, -block.bytes)
-        self._temporaries.pop(block.number, None)
-        self._events.append(Free(block.number, block.bytes, block.category))
+        block.place[0] += size
 
     def recategorise(self, block: Block, category: str, scope: str | None = None) -> None:
         """Moves a block to another category and, if given, another place."""
         if (block.category == category and scope in (None, block.scope)) or self.closed:
             return
-        self._add(block, -block.bytes)
+        self._add(block, -block.bytes)  # to another place, and back at once: the peak does not notice
         old, block.category = block.category, category
         if scope is not None:
             block.scope = scope
+        block.place = self._place(category, block.scope)
         self._add(block, block.bytes)
         self._temporaries.pop(block.number, None)
         if old != category and block.bytes:
@@ -143,7 +180,7 @@ class Ledger:
         capacity = self.capacity_bytes or 0
         free = capacity - self.bytes
         kinds = {c: n for c, n in sorted(self.by_category.items(), key=lambda item: -item[1]) if n}
-        largest = sorted(((n, *place) for place, n in self.by_place.items() if n), reverse=True)[:5]
+        largest = sorted(((n, *place) for place, n in self.by_place.items()), reverse=True)[:5]
         held = ", ".join(f"{category} {human(n)}" for category, n in kinds.items()) or "nothing"
         places = ", ".join(
             f"{human(n)} of {category} in {place or 'code outside any module'}" for n, category, place in largest

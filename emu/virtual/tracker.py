@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from emu.virtual.scheduler import Scheduler
 
 _dtypes: dict[torch.dtype, str] = {}
+_PLAIN = frozenset({int, float, bool, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, str})
 _node = torch._C._current_autograd_node
 _grad = torch.is_grad_enabled
 
@@ -66,15 +67,21 @@ class Tracker(TorchDispatchMode):
 
         inputs: list[Tensor] = []
         for a in args:
-            if isinstance(a, Tensor):
+            kind = type(a)
+            if kind in _PLAIN:
+                continue
+            if kind is Tensor or isinstance(a, Tensor):
                 inputs.append(a)
-            elif type(a) is list or type(a) is tuple:
+            elif kind is list or kind is tuple:
                 inputs.extend(t for t in a if isinstance(t, Tensor))
         if kwargs:
             for a in kwargs.values():
+                kind = type(a)
+                if kind in _PLAIN:
+                    continue
                 if isinstance(a, Tensor):
                     inputs.append(a)
-                elif type(a) is list or type(a) is tuple:
+                elif kind is list or kind is tuple:
                     inputs.extend(t for t in a if isinstance(t, Tensor))
         learns = False
         for t in inputs:
@@ -127,7 +134,7 @@ class Tracker(TorchDispatchMode):
                     else:
                         category = self.category or ("activations" if grad and not self.stepping else "temporary")
                         try:
-                            ledger.alloc(storage, category, scope, stream.name)
+                            ledger.alloc(storage, category, scope, stream.name, node is None)
                         except VirtualOutOfMemory:
                             self.stepping = False  # torch tells nobody that an optimizer's step ended so
                             raise
@@ -145,12 +152,10 @@ class Tracker(TorchDispatchMode):
             if kernel is not None:
                 kernel.saw(op, args, inputs, outputs)
                 return out
-            work = op.count(args, outputs) if op.count is not None else default_work(inputs, outputs)
-            dtype = outputs[0].dtype if outputs else inputs[0].dtype if inputs else torch.float32
-            event = tuple.__new__(
-                Kernel,
-                (op.name, scope, phase, work[0], work[1], _dtypes.get(dtype) or _name(dtype), work[2], stream.name),
-            )
+            flops, moved, dims = op.count(args, outputs) if op.count is not None else default_work(inputs, outputs)
+            dtype = (outputs or inputs)[0].dtype
+            dtype_name = _dtypes.get(dtype) or _name(dtype)
+            event = tuple.__new__(Kernel, (op.name, scope, phase, flops, moved, dtype_name, dims, stream.name))
             self._events.append(event)
             if device.clock is not None:
                 device.clock.kernel(event)
@@ -254,7 +259,7 @@ class Tracker(TorchDispatchMode):
         for t in outputs:
             block = getattr(t.untyped_storage(), "_emu", None)
             if block is not None and block.writer is None:
-                block.writer = (stream.name, stream.tick, op.name, None)
+                block.writer = (stream.name, stream.tick, op.name, _Line())
 
     # One kernel out of many ops.
 

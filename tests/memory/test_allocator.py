@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from torch import nn
 
 from emu.trace.memory import Memory
-from emu.virtual.hbm import Ledger
+from emu.virtual.hbm import Block
 from emu.virtual.tracker import Tracker
 
 from .allocator import disagreements, watched
@@ -95,13 +95,13 @@ def test_an_op_that_the_ledger_misses_is_found_out(missed, monkeypatch):
 
 
 def test_a_death_that_the_ledger_misses_is_found_out(monkeypatch):
-    free, count = Ledger.free, []
+    free, count = Block.__del__, []
 
-    def forgetful(self, block):
-        count.append(block)
+    def forgetful(block):
+        count.append(None)
         if len(count) != 3:
-            free(self, block)
+            free(block)
 
-    monkeypatch.setattr(Ledger, "free", forgetful)
+    monkeypatch.setattr(Block, "__del__", forgetful)
     boundaries, _ = watched(train)
     assert disagreements(boundaries)
