@@ -19,6 +19,7 @@ from emu.equivalence.exact import Certificate, ExactMode, round_to_grid
 from emu.equivalence.mutants import Broken, Mutant, Observed, mutants_of, sample
 from emu.equivalence.state import Keeper, digest_of, keeping, kept
 from emu.equivalence.verdict import Verdict
+from emu.equivalence.widening import Float64Mode
 from emu.spmd import EmuError, Mesh, Rank, ReplicasDisagree
 from emu.virtual.launch import Program, VirtualRun, run_virtual
 from emu.virtual.rendezvous import Rendezvous
@@ -133,6 +134,9 @@ class _Arithmetic:
                         certifying.append(mode)
                     rank._device.inside_kernel = mode.kernel  # type: ignore[attr-defined]
                     with mode:
+                        yield
+                elif self.tier == "float64":
+                    with Float64Mode():
                         yield
                 else:
                     yield

@@ -64,6 +64,29 @@ def test_each_tier_sees_errors_down_to_its_own_size(size, tiers):
         assert found.equivalent == (tier in tiers), f"{tier}: {found}"
 
 
+@pytest.mark.parametrize("tier", TIERS)
+def test_float32_data_from_outside_is_read_in_the_dtype_of_the_tier(tier):
+    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+
+    def loss(rows):
+        w = torch.nn.Parameter(torch.full((4, 2), 0.3))
+        ((rows @ w).float() ** 2).mul(torch.ones(2, dtype=torch.float32)).sum().backward()  # asks for float32 in vain
+        return w.grad
+
+    def split(rank):
+        return {"dtype": float(loss(x).dtype.itemsize), "w": rank.group("dp").all_reduce(loss(x.split(2)[rank]))}
+
+    found = check(split, MESH, lambda: {"dtype": 4.0 if tier == "float32" else 8.0, "w": loss(x)}, tier=tier)
+    assert found, str(found)
+
+
+def test_a_narrow_model_from_outside_is_not_taken_for_float64():
+    outside = torch.ones(3, requires_grad=True)
+    for use in (lambda: (outside * 2).sum().backward(), lambda: outside.detach().add_(1)):
+        with pytest.raises(emu.EmuError, match=r"made outside.*\n.*make it inside the program"):
+            check(lambda rank, use=use: use(), MESH, lambda use=use: use(), tier="float64")
+
+
 # What is refused before anything runs.
 
 
