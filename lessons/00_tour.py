@@ -33,7 +33,9 @@ import torch
 from IPython.display import Image, display
 
 import emu
+from emu.hardware import Workload
 from emu.models import GPT, batches, config, text
+from emu.trace.compare import equal
 from emu.view import comparison_table, loss_figure, memory_figure, metrics_table, png_bytes, timeline_figure
 from emu.view.units import bytes_text, percent_text, time_text
 
@@ -135,7 +137,8 @@ print(f"loss {one_device(data[0])['loss']:.3f}; a blind guess costs ln 256 = {ma
 # ## 4. The same step on eight devices
 #
 # **Data parallelism**: every rank has the whole model and works on its share of the batch. Gradients are added up
-# over the ranks. Read the function line by line; only three lines differ from the one above.
+# over the ranks. Read the function line by line and mark what differs from the one above: the
+# group, this rank's share, and the sums over ranks.
 
 
 # %%
@@ -318,8 +321,6 @@ show(timeline_figure(step_of_eight.timeline(), ranks=[0, 1], width=9, window=(0,
 # Llama 3 8B meets on real H100s. The record is the same; only its price changes. Nothing runs again.
 
 # %%
-from emu.hardware import Workload  # noqa: E402
-
 toy = Workload(n_params=n_params, width=model_config.width, tokens=data[0].tokens // 8)
 llama = Workload(n_params=8.03e9, width=4096, tokens=8192)
 shrunk = cluster.similar(toy, to=llama)
@@ -411,8 +412,6 @@ for hbm_bytes in (peak_bytes, peak_bytes - 1):
 # by event:
 
 # %%
-from emu.trace.compare import equal  # noqa: E402
-
 print(equal(emu.launch(train, mesh, backend="shape").trace, eight.trace))
 
 # %% [markdown]
