@@ -17,6 +17,21 @@ from emu.spmd.calls import ALGORITHMS, Call, Channel, Finished, Message, Work
 from emu.spmd.errors import CollectiveError
 
 
+class _Key(tuple[str, tuple[int, ...]]):
+    """Label and members of a group, one object for all its ranks: compared by identity, hashed without looking at members."""
+
+    __hash__ = object.__hash__
+    __eq__ = object.__eq__
+    __ne__ = object.__ne__
+
+
+_KEYS: dict[tuple[str, tuple[int, ...]], _Key] = {}
+
+
+def _key(label: str, members: tuple[int, ...]) -> _Key:
+    return _KEYS.setdefault((label, members), _Key((label, members)))
+
+
 class Group:
     """Some ranks that talk to each other.
 
@@ -29,10 +44,10 @@ class Group:
 
     def __init__(self, label: str, members: Sequence[int], rank: int, channel: Channel) -> None:
         self.label = label
-        self.members = tuple(members)
+        self.key = _key(label, tuple(members))
+        self.members = self.key[1]
         self.rank = rank
         self.size = len(self.members)
-        self.key = (label, self.members)
         self._channel = channel
 
     def __repr__(self) -> str:

@@ -26,6 +26,18 @@ if TYPE_CHECKING:
 _ROOTED = ("broadcast", "reduce")  # in place, on a root
 
 
+class _OnCurrent:
+    """While it is entered, communication takes place on the current stream."""
+
+    depth = 0
+
+    def __enter__(self) -> None:
+        self.depth += 1
+
+    def __exit__(self, *exc: object) -> None:
+        self.depth -= 1
+
+
 class VirtualDevice:
     """A device that does not exist.
 
@@ -52,7 +64,7 @@ class VirtualDevice:
         self.stream_now = self._streams[DEFAULT] = VirtualStream(DEFAULT, self)
         self._sequence: dict[Any, int] = {}
         self._works = self._event_count = 0
-        self._on_current = False
+        self._synchronous = _OnCurrent()
         self.inside_kernel: Callable[[], AbstractContextManager[Any]] = (
             nullcontext  # what a tier's arithmetic does there
         )
@@ -127,13 +139,8 @@ class VirtualDevice:
         finally:
             self.tracker.category = None
 
-    @contextmanager
-    def synchronous(self) -> Iterator[None]:
-        outer, self._on_current = self._on_current, True
-        try:
-            yield
-        finally:
-            self._on_current = outer
+    def synchronous(self) -> _OnCurrent:
+        return self._synchronous
 
     def collective(self, group: Group, call: Call) -> Work:
         self.rendezvous.scheduler.before_op(self.rank)
@@ -156,7 +163,7 @@ class VirtualDevice:
     def messages(self, group: Group, messages: list[Message]) -> Work:
         self.rendezvous.scheduler.before_op(self.rank)
         line, parts = self.rendezvous.line_of() + handling(), []
-        alone = self._on_current and len(messages) == 1
+        alone = self._synchronous.depth and len(messages) == 1
         for m in messages:
             me, peer = self.rank, group.members[m.peer]
             sends = m.kind == "send"
@@ -181,7 +188,7 @@ class VirtualDevice:
         return MessagesWork(self, [(half, *part) for half, part in zip(halves, parts)], line)
 
     def _communicates(self, label: str) -> VirtualStream:
-        return self.stream_now if self._on_current else self._queue(label)
+        return self.stream_now if self._synchronous.depth else self._queue(label)
 
     def _queue(self, name: str) -> VirtualStream:
         """A communication stream, which waits for what the current stream was given before."""

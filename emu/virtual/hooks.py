@@ -79,9 +79,8 @@ class TorchHooks:
 
 
 def _before_forward(module: Any, _: Any) -> None:
-    if (tracker := _tracker()) is not None:
-        if tracker.names.enter(module):
-            tracker.watch(module, "")
+    if (tracker := _tracker()) is not None and tracker.names.enter(module):
+        tracker.watch(module, "")
 
 
 def _after_forward(module: Any, _: Any, __: Any) -> None:

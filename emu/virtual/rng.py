@@ -36,14 +36,15 @@ class RandomState:
     a process seeds from chance, with the rank's number.
     """
 
-    __slots__ = ("_gauss", "_mark", "_numpy", "_python", "_torch")
+    __slots__ = ("_gauss", "_mark", "_numpy", "_python", "_torch", "_watched")
 
     def __init__(self, rank: int | None = None) -> None:
         self._torch = torch.Generator().get_state() if rank is not None else torch.default_generator.get_state()
         self._python: Any = None if rank is None else random.Random(rank).getstate()
         self._numpy: Any = None if rank is None else _numpy_random().MT19937(rank)
         self._gauss: Any = None  # its whole state, if it holds the second half of a pair of normal values
-        self._mark: Any = None
+        self._watched = _watched(self._numpy)
+        self._mark: Any = None  # what was there when it was restored
         if rank is None:
             self.save()
 
@@ -52,9 +53,10 @@ class RandomState:
         self._python = (ctypes.string_at(_ADDRESS, _BYTES), _python.gauss_next) if _AS_MEMORY else _python.getstate()
         numpy = _numpy_random()
         bits = numpy.get_bit_generator()
-        if bits is self._numpy and self._gauss is None and self._mark == _mark(bits) is not None:
-            return  # nothing was drawn since it was restored
-        self._numpy = bits
+        if bits is self._numpy and self._gauss is None and self._mark == [word.value for word in self._watched] != []:
+            return  # nothing was drawn since
+        if bits is not self._numpy:
+            self._numpy, self._watched = bits, _watched(bits)
         state = numpy.get_state(legacy=False)
         self._gauss = state if state["has_gauss"] else None
 
@@ -69,7 +71,7 @@ class RandomState:
         numpy.set_bit_generator(self._numpy)  # forgets a kept normal value
         if self._gauss is not None:
             numpy.set_state(self._gauss)
-        self._mark = _mark(self._numpy)
+        self._mark = [word.value for word in self._watched]
 
 
 def _numpy_random() -> Any:
@@ -79,9 +81,9 @@ def _numpy_random() -> Any:
     return numpy.random
 
 
-def _mark(bits: Any) -> tuple[int, int] | None:
-    """Changes whenever the generator is drawn from; None for kinds other than the default one."""
+def _watched(bits: Any) -> list[Any]:
+    """Two words of a generator that tell together whether it was drawn from: none for kinds other than the default one."""
     if type(bits).__name__ != "MT19937":
-        return None
+        return []
     address = bits.ctypes.state_address
-    return ctypes.c_int32.from_address(address + 4 * _WORDS).value, ctypes.c_uint32.from_address(address).value
+    return [ctypes.c_int32.from_address(address + 4 * _WORDS), ctypes.c_uint32.from_address(address)]
