@@ -29,18 +29,22 @@ class Op:
 
     Attributes:
         name: its kernel's name.
+        call: the operator itself, as torch's own wrapper calls it.
         launches: whether it launches a kernel at all; views and bare allocations do not.
+        views: whether all it does is to look at a storage in another way.
+        resizes: whether it changes the size of a storage in place.
         fresh: whether its results may be new storages.
         host_reads: whether the host waits for its value.
         writes: positions of the arguments it writes in place.
         count: (args, outputs) -> Work, for operators whose work is more than touching what they are given.
     """
 
-    __slots__ = ("count", "fresh", "host_reads", "launches", "name", "out_names", "writes")
+    __slots__ = ("call", "count", "fresh", "host_reads", "launches", "name", "out_names", "resizes", "views", "writes")
 
     def __init__(self, func: Any) -> None:
         schema, packet = func._schema, func.overloadpacket
         self.name = packet.__name__
+        self.call = func._op
         written = [a.alias_info is not None and a.alias_info.is_write for a in schema.arguments]
         views = [r.alias_info is not None and not r.alias_info.is_write for r in schema.returns]
         self.writes = tuple(i for i, w in enumerate(written) if w and not schema.arguments[i].kwarg_only)
@@ -50,6 +54,8 @@ class Op:
         lifts = packet is aten.lift_fresh
         self.fresh = lifts or (not any(views) and not (any(written) and all(r.alias_info for r in schema.returns)))
         self.host_reads = packet in HOST_READS
+        self.resizes = packet is aten.resize_
+        self.views = all(views) and bool(views) and not any(written) and not lifts
         self.count: Callable[[Sequence[Any], Sequence[Tensor]], Work] | None = COUNTS.get(packet)
 
 

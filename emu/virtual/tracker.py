@@ -93,9 +93,11 @@ class Tracker(TorchDispatchMode):
             elif type(t) is nn.Parameter and not block.watched:
                 self.adopt(t, block)
 
-        if op.name == "resize_":
+        if op.resizes:
             self._before_resize(args)
-        out = func(*args, **kwargs) if kwargs else func(*args)
+        out = op.call(*args, **kwargs) if kwargs else op.call(*args)
+        if op.views and (self._backward or _node() is None):
+            return out  # nothing runs, and nothing new lives
 
         node = _node()
         if node is None:
@@ -140,7 +142,7 @@ class Tracker(TorchDispatchMode):
                             raise
                         if device.many_streams and not op.launches and (block := getattr(storage, "_emu", None)):
                             block.writer = (stream.name, stream.tick, op.name, None)  # memory of this stream's
-        elif op.name == "resize_":
+        elif op.resizes:
             self.resized(inputs[0].untyped_storage())
         if device.many_streams:
             self._order(op, inputs, outputs, _written(op, args, kwargs), stream)
