@@ -13,8 +13,10 @@ from emu.spmd.calls import Call, Message, Work
 from emu.spmd.errors import CrossRankAccess
 from emu.trace.events import Collective, Event, Free, HostWait, Kernel, Mark, Transfer
 from emu.virtual.clock import Clock
+from emu.virtual.diagnosis import described
 from emu.virtual.hbm import Ledger
-from emu.virtual.rendezvous import Rendezvous, described, handling
+from emu.virtual.lines import handling
+from emu.virtual.rendezvous import Rendezvous
 from emu.virtual.streams import DEFAULT, VirtualEvent, VirtualStream, check_use
 from emu.virtual.works import CollectiveWork, MessagesWork, dtype_name, recorded
 
@@ -207,7 +209,7 @@ class VirtualDevice:
                 return
         if self.many_streams:
             stream.tick += 1
-            check_use(self, block, stream, writes, what, line)
+            check_use(self, block, stream, x, writes, what, line)
 
 
 def refuse_trainable(x: Tensor, rank: int, what: str) -> CrossRankAccess:

@@ -17,7 +17,7 @@ _new = tuple.__new__  # a named tuple's own constructor takes twice as long
 
 
 class Block:
-    """One live storage of a device. `writer` and `readers` say which streams touched it last; see streams.py."""
+    """One live storage of a device. `uses` says which streams touched it; see streams.py."""
 
     __slots__ = (
         "__weakref__",
@@ -26,10 +26,9 @@ class Block:
         "ledger",
         "number",
         "place",
-        "readers",
         "scope",
+        "uses",
         "watched",
-        "writer",
     )
 
     def __init__(self, ledger: Ledger, number: int, bytes: int, category: str, scope: str, place: list[int]) -> None:
@@ -39,8 +38,7 @@ class Block:
         self.category = category
         self.scope = scope
         self.place = place
-        self.writer: Any = None
-        self.readers: Any = None
+        self.uses: Any = None
         self.watched = False
 
     def __del__(self) -> None:

@@ -8,14 +8,15 @@ bytes came out right this time. As long as a device has one stream there is noth
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor
 
 from emu.spmd.errors import BufferInFlight
 from emu.trace.events import EventRecord, EventWait, HostWait
 
 if TYPE_CHECKING:
     from emu.virtual.device import VirtualDevice
-    from emu.virtual.hbm import Block
 
 DEFAULT = "default"
 
@@ -93,45 +94,66 @@ class VirtualEvent:
             self._device.events.append(HostWait(self._stream.name, "event"))
 
 
-def check_use(device: VirtualDevice, block: Block, stream: VirtualStream, writes: bool, what: str, where: Any) -> None:
-    """Notes that `stream` uses a block, and raises BufferInFlight if nothing orders it after an earlier use.
+class Use(NamedTuple):
+    """One use of some bytes of a block by a stream."""
+
+    stream: str
+    tick: int
+    start: int  # the bytes that it may touch, within the storage
+    end: int
+    writes: bool
+    what: str
+    where: Any  # the line of the user's program, or None
+
+
+def extent(x: Tensor) -> tuple[int, int]:
+    """The bytes of its storage that a tensor may touch, from the first to the last element."""
+    if not x.numel():
+        return 0, 0
+    item = x.element_size()
+    start = int(x.storage_offset()) * item
+    return start, start + item + item * sum((n - 1) * stride for n, stride in zip(x.shape, x.stride()))
+
+
+def check_use(
+    device: VirtualDevice, block: Any, stream: VirtualStream, x: Tensor, writes: bool, what: str, where: Any
+) -> None:
+    """Notes that `stream` uses a tensor of a block, and raises BufferInFlight if nothing orders it after an earlier use.
+
+    Parts of one buffer that do not overlap do not disturb each other. A use that covers an earlier one, and comes after
+    it, stands for it from then on.
 
     Args:
         what: the use in words, for this and later messages.
         where: the line of the user's program, or None.
     """
+    start, end = extent(x)
     name, seen = stream.name, stream.seen
-    before = block.writer or (DEFAULT, device.alone_until, "an earlier kernel", None)
-    if before[0] != name and seen.get(before[0], 0) < before[1]:
-        raise _race(device, block, stream, "writes" if writes else "reads", what, where, "writes", before)
-    if writes:
-        for before in (block.readers or {}).values():
-            if before[0] != name and seen.get(before[0], 0) < before[1]:
-                raise _race(device, block, stream, "writes", what, where, "reads", before)
-        block.writer, block.readers = (name, stream.tick, what, where), None
-    else:
-        if block.readers is None:
-            block.readers = {}
-        block.readers[name] = (name, stream.tick, what, where)
+    kept = []
+    uses = block.uses or [Use(DEFAULT, device.alone_until, 0, block.bytes, True, "an earlier kernel", None)]
+    for use in uses:
+        apart = use.end <= start or end <= use.start
+        if not apart and (writes or use.writes) and use.stream != name and seen.get(use.stream, 0) < use.tick:
+            raise _race(device, block, stream, "writes" if writes else "reads", what, where, use)
+        covered = start <= use.start and use.end <= end
+        if not (covered and (writes or (use.stream == name and not use.writes))):
+            kept.append(use)
+    kept.append(Use(name, stream.tick, start, end, writes, what, where))
+    block.uses = kept
 
 
 def _race(
-    device: VirtualDevice,
-    block: Block,
-    stream: VirtualStream,
-    verb: str,
-    what: str,
-    where: Any,
-    did: str,
-    before: tuple[Any, ...],
+    device: VirtualDevice, block: Any, stream: VirtualStream, verb: str, what: str, where: Any, before: Use
 ) -> BufferInFlight:
-    other, _, earlier, place = before
     buffer = f"{block.bytes} bytes of {block.category}{' of ' + block.scope if block.scope else ''}"
-    here, there = f" ({where})" if where else "", f" (issued at {place})" if place else ""
+    here, there = f" ({where})" if where else "", f" (issued at {before.where})" if before.where else ""
+    communicates = " number " in before.what
     return BufferInFlight(
-        f"rank {device.rank}: {what}{here} on stream {stream.name!r} {verb} a buffer ({buffer}) that {earlier} on stream "
-        f"{other!r}{there} still {did}: nothing orders the two",
-        f"wait first: work.wait() for a collective, or make stream {stream.name!r} wait for an event recorded on {other!r}",
+        f"rank {device.rank}: {what}{here} on stream {stream.name!r} {verb} a buffer ({buffer}) that {before.what} on stream "
+        f"{before.stream!r}{there} still {'writes' if before.writes else 'reads'}: nothing orders the two",
+        "call wait() on its work first"
+        if communicates
+        else f"make stream {stream.name!r} wait first, with wait_stream or an event recorded on {before.stream!r}",
         rank=device.rank,
-        streams=(other, stream.name),
+        streams=(before.stream, stream.name),
     )

@@ -19,10 +19,10 @@ from emu.trace.events import Kernel
 from emu.trace.ops import Op, default_work, op_of
 from emu.virtual.device import VirtualDevice, refuse_trainable
 from emu.virtual.hbm import Block, Ledger
+from emu.virtual.lines import user_line
 from emu.virtual.names import Names
-from emu.virtual.rendezvous import user_line
 from emu.virtual.shapes import META, only_moves, without_values
-from emu.virtual.streams import check_use
+from emu.virtual.streams import Use, check_use
 
 if TYPE_CHECKING:
     from emu.virtual.scheduler import Scheduler
@@ -141,7 +141,9 @@ class Tracker(TorchDispatchMode):
                             self.stepping = False  # torch tells nobody that an optimizer's step ended so
                             raise
                         if device.many_streams and not op.launches and (block := getattr(storage, "_emu", None)):
-                            block.writer = (stream.name, stream.tick, op.name, None)  # memory of this stream's
+                            block.uses = [
+                                Use(stream.name, stream.tick, 0, block.bytes, True, op.name, None)
+                            ]  # this stream's memory
         elif op.resizes:
             self.resized(inputs[0].untyped_storage())
         if device.many_streams:
@@ -252,16 +254,16 @@ class Tracker(TorchDispatchMode):
             return
         stream.tick += 1
         device = self.device
-        changed = {id(t.untyped_storage()) for t in (*written, *outputs)}
+        changed = {id(t) for t in written}
+        line = _Line()
         for t in inputs:
-            storage = t.untyped_storage()
-            block = getattr(storage, "_emu", None)
+            block = getattr(t.untyped_storage(), "_emu", None)
             if block is not None:
-                check_use(device, block, stream, id(storage) in changed, op.name, _Line())
+                check_use(device, block, stream, t, id(t) in changed, op.name, line)
         for t in outputs:
             block = getattr(t.untyped_storage(), "_emu", None)
-            if block is not None and block.writer is None:
-                block.writer = (stream.name, stream.tick, op.name, _Line())
+            if block is not None and block.uses is None:
+                block.uses = [Use(stream.name, stream.tick, 0, block.bytes, True, op.name, line)]
 
     # One kernel out of many ops.
 
@@ -302,12 +304,12 @@ class Tracker(TorchDispatchMode):
 class _Inner:
     """In place of a block: a storage made inside a kernel, which is this device's but takes none of its memory."""
 
-    __slots__ = ("bytes", "category", "ledger", "readers", "scope", "watched", "writer")
+    __slots__ = ("bytes", "category", "ledger", "scope", "uses", "watched")
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger, self.watched, self.bytes = ledger, True, 0
         self.category, self.scope = "temporary", ""
-        self.writer = self.readers = None
+        self.uses = None
 
 
 class _OneKernel:
