@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from emu.spmd.calls import Call
+from emu.virtual.lines import call_site
 from emu.virtual.maths import cuts_of
-from emu.virtual.rendezvous import Rendezvous, call_site
+from emu.virtual.rendezvous import Rendezvous
 from emu.virtual.scheduler import Scheduler
 
 if TYPE_CHECKING:

@@ -6,8 +6,6 @@ moves before all have arrived and agree.
 
 from __future__ import annotations
 
-import os
-import sys
 from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -15,46 +13,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from emu.spmd.calls import Call, Message
-from emu.spmd.errors import CollectiveMismatch, Deadlock, EmuError, RankLeft
+from emu.spmd.errors import CollectiveMismatch
+from emu.virtual.diagnosis import called, cure, deadlock, described, left_open, named
+from emu.virtual.lines import user_line
 from emu.virtual.maths import carry_out, cuts_of
-from emu.virtual.scheduler import Scheduler, Thread
+from emu.virtual.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from emu.spmd.group import Group
-
-_EMU = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_MACHINERY = tuple(os.path.join(_EMU, room) + os.sep for room in ("spmd", "virtual"))
-_INSIDE = (*_MACHINERY, *(os.path.join(_EMU, room) + os.sep for room in ("parallel", "equivalence", "trace")))
-_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
-
-
-_FILES: dict[tuple[str, tuple[str, ...]], str] = {}  # what to call a file in messages; "" if it is not the user's
-
-
-def user_line(inside: tuple[str, ...] = _INSIDE) -> str:
-    """Where the user's program stands: "file.py:12", the innermost frame that is neither emu's nor torch's."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        key = (frame.f_code.co_filename, inside)
-        name = _FILES.get(key)
-        if name is None:
-            ours = key[0].startswith((*inside, _TORCH, "<frozen"))
-            name = _FILES[key] = "" if ours else os.path.basename(key[0])
-        if name:
-            return f"{name}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
-    return "unknown"
-
-
-def handling() -> str:
-    """What the caller is handling just now, for messages: the cause of a stuck rank may be an exception under way."""
-    error = sys.exc_info()[1]
-    return f" while handling {type(error).__name__}: {error}"[:200] if error is not None else ""
-
-
-def call_site() -> str:
-    """Where a communication was called, strategies included."""
-    return user_line(_MACHINERY)
 
 
 class Meeting:
@@ -99,7 +65,7 @@ class Rendezvous:
         self.scheduler = scheduler
         self._meetings: dict[tuple[Any, int], Meeting] = {}
         self._halves: dict[tuple[Any, int, int], tuple[deque[Half], deque[Half]]] = {}
-        scheduler.describe = self._deadlock
+        scheduler.describe = deadlock
 
     def join(self, group: Group, seq: int, call: Call, line: str) -> Meeting:
         """Adds a rank's call to the seq-th collective of its group; the last one carries it out.
@@ -149,8 +115,8 @@ class Rendezvous:
         if a.shape != b.shape or a.dtype != b.dtype or source.message.name != target.message.name:
             raise CollectiveMismatch(
                 f"message {pair[1]}->{pair[2]} in group {group.label!r}: rank {pair[1]} sends {described(a)}"
-                f"{_named(source.message.name)} ({source.line}), rank {pair[2]} expects {described(b)}"
-                f"{_named(target.message.name)} ({target.line})",
+                f"{named(source.message.name)} ({source.line}), rank {pair[2]} expects {described(b)}"
+                f"{named(target.message.name)} ({target.line})",
                 "make both sides name the same shape and dtype, and post messages of a pair in the same order",
                 ranks=(pair[1], pair[2]),
             )
@@ -187,9 +153,9 @@ class Rendezvous:
                 what = f"{group.label}.{call.kind}" if call.kind == other.kind else f"group {group.label!r}"
                 raise CollectiveMismatch(
                     f"{what}: collective number {meeting.seq} of {list(group.members)} differs between ranks in its "
-                    f"{field}: rank {them} called {_described(other)} ({meeting.lines[i]}), "
-                    f"rank {me} called {_described(call)} ({line})",
-                    _cure(field),
+                    f"{field}: rank {them} called {called(other)} ({meeting.lines[i]}), "
+                    f"rank {me} called {called(call)} ({line})",
+                    cure(field),
                     ranks=(them, me),
                     field=field,
                 )
@@ -232,68 +198,8 @@ class Rendezvous:
                 toward = "to" if half.message.kind == "send" else "from"
                 what = f"{key[0]}.{half.message.kind} {toward} rank {half.peer} of {described(half.message.tensor)}"
                 open_.append((what, half.line, [half.rank], half.missing()))
-        if not open_:
-            return
-        lines = [
-            f"  {_ranks(here)} called {what} ({line}); {_ranks(gone)} never did its part"
-            for what, line, here, gone in open_
-        ]
-        more = [f"  ... and {len(lines) - 16} more"] * (len(lines) > 16)
-        raise RankLeft(
-            "the program has ended, but communications that it started never took place\n"
-            + "\n".join(lines[:16] + more),
-            "every member must call the collective, and every send needs its recv; call wait() on what is asynchronous",
-            waiting={rank: gone for _, _, here, gone in open_ for rank in here},
-            finished=sorted({rank for *_, gone in open_ for rank in gone}),
-        )
-
-    def _deadlock(self, threads: list[Thread]) -> EmuError:
-        stuck = {t.rank: t.waiting.missing() for t in threads if t.waiting is not None}
-        left = sorted({r for missing in stuck.values() for r in missing if threads[r].done})
-        lines = []
-        for t in threads:
-            if t.waiting is None:
-                continue
-            here = [r for r in stuck[t.rank] if not threads[r].done]
-            gone = [r for r in stuck[t.rank] if threads[r].done]
-            whom = [_ranks(here)] * bool(here) + [f"{_ranks(gone)} (finished)"] * bool(gone)
-            lines.append(f"  rank {t.rank} waits in {t.waiting.what} ({t.waiting.where}) for {' and '.join(whom)}")
-        shown = lines[:16] + ([f"  ... and {len(lines) - 16} more"] if len(lines) > 16 else [])
-        cycle = _cycle(stuck)
-        loop = f"\n  a circle: {' -> '.join(map(str, [*cycle, cycle[0]]))}" if cycle else ""
-        text = "\n".join(shown) + loop
-        if left:
-            return RankLeft(
-                f"deadlock: {_ranks(left)} finished while others still wait for it\n{text}",
-                "every rank must call every collective of its groups: give the short rank an empty batch instead of none",
-                waiting=stuck,
-                finished=left,
-            )
-        return Deadlock(
-            f"deadlock: no rank can go on\n{text}",
-            "let both sides call the same collective in the same order; post sends and receives of a pair together "
-            "with exchange([...]), or swap the order on one rank",
-            waiting=stuck,
-            cycle=cycle,
-        )
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    """ "rank 3" or "ranks 1, 2, 5 and 12 more"."""
-    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-    return f"rank{'s' * (len(ranks) > 1)} {shown}"
-
-
-def _cycle(waits_for: dict[int, list[int]]) -> list[int]:
-    """Some circle of ranks that wait for each other, or []."""
-    for start in waits_for:
-        path, at = [start], start
-        while (following := next((r for r in waits_for.get(at, []) if r in waits_for), None)) is not None:
-            if following in path:
-                return path[path.index(following) :]
-            path.append(following)
-            at = following
-    return []
+        if open_:
+            raise left_open(open_)
 
 
 def _alike(a: Call, b: Call) -> bool:
@@ -326,30 +232,3 @@ def _signature(call: Call) -> dict[str, Any]:
         "algorithm": call.algorithm,
         "name": call.name,
     }
-
-
-def _described(call: Call) -> str:
-    parts = [] if call.source is None else [described(call.source)]
-    parts += [f"op={call.op}"] * bool(call.op) + [f"root={call.root}"] * (call.root >= 0)
-    parts += [f"dim={call.dim}"] * bool(call.dim) + [f"sizes={list(call.sizes or ())}"] * (call.sizes is not None)
-    parts += [f"by={call.by}"] * bool(call.by) + [f"algorithm={call.algorithm}"] * bool(call.algorithm)
-    parts += [f"name={call.name!r}"] * bool(call.name)
-    return f"{call.kind}({', '.join(parts)})"
-
-
-def described(x: torch.Tensor) -> str:
-    return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
-
-
-def _named(name: str) -> str:
-    return f" named {name!r}" if name else ""
-
-
-def _cure(field: str) -> str:
-    return {
-        "kind": "let every rank of the group call the same collectives in the same order; look for one inside a branch "
-        "that only some ranks take",
-        "shape": "give every rank the same shape, or state uneven lengths with sizes=[...]",
-        "dtype": "convert to one dtype before the call",
-        "name": "reduce tensors in the same order on every rank",
-    }.get(field, f"pass the same {field} on every rank")

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from emu.spmd.errors import DataDependent
 from emu.trace.ops import Op, aten
-from emu.virtual.rendezvous import user_line
+from emu.virtual.lines import user_line
 
 META = torch.device("meta")
 
