@@ -29,6 +29,13 @@ from emu.view.notebook import attach
 from emu.virtual.launch import Program, run_virtual
 
 BACKENDS = ("auto", "virtual", "shape", "real")
+NO_MEMORY = {  # why a run has no record of its memory, and what to do about it
+    "real": (
+        "the memory of real devices is not recorded",
+        'launch it with backend="virtual" to see it, or ask torch: torch.cuda.max_memory_allocated()',
+    ),
+    "untracked": ("this run was not tracked, so its memory was not recorded", "launch it with track=True"),
+}
 
 
 def launch(
@@ -79,7 +86,7 @@ def launch(
         if backend == "real":
             real = launch_real(program, mesh, args, track)
             results: Mapping[int, Any] | list[Any] = {real.rank: real.result}
-            return Run(program, mesh, where, results, real.trace, launch_mode, args, gather=real.gather)
+            return Run(program, mesh, where, results, real.trace, launch_mode, args, real.gather, "real")
         virtual = run_virtual(
             program,
             mesh,
@@ -90,7 +97,8 @@ def launch(
             args=args,
             seconds=_seconds(where) if order == "time" else None,
         )
-    return Run(program, mesh, where, virtual.results, virtual.trace, launch_mode, args)
+    untracked = None if track else "untracked"
+    return Run(program, mesh, where, virtual.results, virtual.trace, launch_mode, args, no_memory=untracked)
 
 
 class Run:
@@ -99,7 +107,7 @@ class Run:
     Attributes:
         results: what the program returned, by rank (of a real run: only of this process's rank).
         trace: what every rank did.
-        memory: device memory over time, by category.
+        memory: device memory over time, by category; of virtual ranks that were tracked.
         mesh, cluster, launch_mode: what it ran on, and how it is priced.
     """
 
@@ -113,11 +121,29 @@ class Run:
         launch_mode: str = "eager",
         args: Sequence[Any] = (),
         gather: Callable[[], list[Any]] | None = None,
+        no_memory: str | None = None,
     ) -> None:
         self.program, self.mesh, self.cluster, self.results, self.trace = program, mesh, where, results, trace
         self.launch_mode = launch_mode
         self._args, self._gather = args, gather
-        self.memory = Memory(trace, where.chip.hbm_bytes)
+        self._no_memory = no_memory
+        self._memory = Memory(trace, where.chip.hbm_bytes)
+
+    @property
+    def memory(self) -> Memory:
+        """Device memory over time, by category.
+
+        Raises:
+            EmuError: of a real run, and of one that was not tracked: nobody recorded it.
+        """
+        if self._no_memory is not None:
+            raise EmuError(*NO_MEMORY[self._no_memory])
+        return self._memory
+
+    @property
+    def has_memory(self) -> bool:
+        """Whether memory was recorded."""
+        return self._no_memory is None
 
     def timeline(self, on: Cluster | str | None = None) -> Timeline:
         """When everything happens, priced on a cluster: the run's own, or another without running again."""
@@ -131,10 +157,14 @@ class Run:
 
     @cached_property
     def metrics(self) -> Metrics:
-        """Step time, utilisation, exposed communication, traffic and peak memory of the whole run."""
+        """Step time, utilisation, exposed communication, traffic and peak memory of the whole run.
+
+        Of a real run it prices what was recorded, which is this process's rank; its `peak_hbm_bytes` are None.
+        """
         priced = self.timeline().metrics()
         # A window begins with what was allocated before it, which its own events do not show.
-        return replace(priced, peak_hbm_bytes=[self.memory.peak_bytes(rank) for rank in self.trace.ranks])
+        peaks = [self.memory.peak_bytes(rank) for rank in self.trace.ranks] if self.has_memory else None
+        return replace(priced, peak_hbm_bytes=peaks)
 
     def gather_results(self) -> list[Any]:
         """Every rank's result, in rank order; in a real run every rank must call it."""
@@ -142,6 +172,8 @@ class Run:
 
     def check(self, reference: Program, tier: str = "exact", mutants: str | int = "sampled", **options: Any) -> Verdict:
         """Whether the program computes what a reference computes on one device; both run again in the tier's arithmetic.
+
+        They run on virtual devices, also after a real run: every process checks by itself and finds the same.
 
         Args:
             reference: a function `reference(rank, *args)`, or `reference(*args)`, that returns the same names.
@@ -166,8 +198,8 @@ class Run:
             raise EmuError(
                 str(error), 'write "group.kind", with * for any, or the name that a call was given'
             ) from None
-        if self.memory.trace is not self.trace:  # a window, whose memory is that of the whole run
-            rest.memory = self.memory
+        if self._memory.trace is not self.trace:  # a window, whose memory is that of the whole run
+            rest._memory = self._memory
         return rest
 
     def window(self, start: str, end: str | None = None) -> Run:
@@ -183,12 +215,20 @@ class Run:
         except ValueError as error:
             problem, _, hint = str(error).rpartition(": ")
             raise EmuError(problem, hint) from None
-        part.memory = self.memory
+        part._memory = self._memory
         return part
 
     def _with(self, trace: Trace) -> Run:
         return Run(
-            self.program, self.mesh, self.cluster, self.results, trace, self.launch_mode, self._args, self._gather
+            self.program,
+            self.mesh,
+            self.cluster,
+            self.results,
+            trace,
+            self.launch_mode,
+            self._args,
+            self._gather,
+            self._no_memory,
         )
 
     def __repr__(self) -> str:
@@ -215,6 +255,7 @@ class Run:
             "cluster": self.cluster.name,
             "nodes": self.cluster.nodes,
             "launch_mode": self.launch_mode,
+            "no_memory": self._no_memory,
             "results": results,
         }
         blob = io.BytesIO()
@@ -256,6 +297,9 @@ class Run:
                 raise ValueError(f"its launch mode is {head['launch_mode']!r}")
             if not isinstance(results, dict) and (not isinstance(results, list) or len(results) != mesh.size):
                 raise ValueError(f"it does not hold {mesh.size} results")
+            no_memory = head.get("no_memory")
+            if no_memory is not None and no_memory not in NO_MEMORY:
+                raise ValueError(f"it says {no_memory!r} of its memory")
             where = on if on is not None else _named_cluster(head["cluster"], head["nodes"])
         except (OSError, zipfile.BadZipFile, KeyError, ValueError, TypeError, TraceError, HardwareError) as error:
             known = isinstance(error, HardwareError)
@@ -267,7 +311,7 @@ class Run:
             raise EmuError(f"{path} cannot be read as a saved run: {error}", cure) from error
         except Exception as error:  # safetensors' own error type
             raise EmuError(f"{path} is damaged: {error}", "save it again with run.save(path)") from error
-        return Run(None, mesh, where, results, trace, head["launch_mode"])
+        return Run(None, mesh, where, results, trace, head["launch_mode"], no_memory=no_memory)
 
 
 attach(Run)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from emu.cost.collectives import sent_bytes
 from emu.cost.kernels import is_model_work
 from emu.trace.events import Alloc, Collective, Free, Kernel, Transfer
+from emu.trace.units import bytes_text, metric_text, percent_text, time_text
 
 if TYPE_CHECKING:
     from emu.cost.timeline import Timeline
@@ -38,7 +39,8 @@ class Metrics:
         comm_s: time in which communication of a rank runs or waits for others; of the rank where it is longest.
         busy_fraction: share of the step in which a device runs a kernel; mean over ranks.
         comm_bytes: by group label, bytes that the rank which sends most puts on links (rounded up to whole bytes).
-        peak_hbm_bytes: by rank, in the order of the trace: the most that was allocated at once (requested bytes).
+        peak_hbm_bytes: by rank, in the order of the trace: the most that was allocated at once (requested bytes). None where
+            memory was not recorded: of real devices, and of runs that were not tracked.
         flops_convention: how operations are counted.
         tokens_per_s, tokens_per_s_per_device: None if the number of tokens was not given.
     """
@@ -53,7 +55,7 @@ class Metrics:
     comm_s: float
     busy_fraction: float
     comm_bytes: dict[str, int]
-    peak_hbm_bytes: list[int]
+    peak_hbm_bytes: list[int] | None
     flops_convention: str = FLOPS_CONVENTION
     tokens_per_s: float | None = None
     tokens_per_s_per_device: float | None = None
@@ -61,6 +63,21 @@ class Metrics:
     def as_dict(self) -> dict[str, Any]:
         """All fields by name, ready for JSON."""
         return asdict(self)
+
+    def __repr__(self) -> str:
+        """Three lines; `as_dict` has all."""
+        peaks = self.peak_hbm_bytes
+        sent = ", ".join(f"{label} {bytes_text(n)}" for label, n in self.comm_bytes.items()) or "nothing"
+        work = f"{metric_text(self.tflops_per_device * 1e12, 'FLOP/s')} per device"
+        work += f" in {self.dtype}: MFU {percent_text(self.mfu)}" if self.dtype else ""
+        work += f", HFU {percent_text(self.hfu)}" if self.hfu != self.mfu else ""
+        tokens = f", {self.tokens_per_s:,.0f} tokens/s" if self.tokens_per_s is not None else ""
+        hidden = f"{time_text(self.exposed_comm_s)} exposed ({percent_text(self.exposed_comm_fraction)} of the step)"
+        return (
+            f"Metrics(step {time_text(self.step_time_s)}{tokens}; {work}\n"
+            f"  communication {time_text(self.comm_s)}, {hidden}; sent: {sent}\n"
+            f"  peak memory {'was not recorded' if peaks is None else bytes_text(max(peaks, default=0))})"
+        )
 
 
 def measure(timeline: Timeline, tokens: int | None = None) -> Metrics:
@@ -110,7 +127,7 @@ def measure(timeline: Timeline, tokens: int | None = None) -> Metrics:
         comm_s=comm_s,
         busy_fraction=busy_s / ranks / step_s if step_s else 0.0,
         comm_bytes=dict(comm_bytes),
-        peak_hbm_bytes=[_peak_bytes(events) for events in trace.events.values()],
+        peak_hbm_bytes=_peaks_bytes(trace.events.values()),
         tokens_per_s=tokens / step_s if tokens is not None and step_s else None,
         tokens_per_s_per_device=tokens / step_s / devices if tokens is not None and step_s else None,
     )
@@ -153,6 +170,12 @@ def _sent(rank: int, events: Iterable) -> dict[str, int]:
     for key, count in counts.items():
         totals[key[0]] = totals.get(key[0], 0) + count * sent_bytes(first[key], rank)
     return {label: ceil(total) for label, total in totals.items()}
+
+
+def _peaks_bytes(ranks: Iterable[Iterable]) -> list[int] | None:
+    """By rank; None if nobody allocated anything, which says that memory was not recorded."""
+    peaks = [_peak_bytes(events) for events in ranks]
+    return peaks if any(peaks) else None
 
 
 def _peak_bytes(events: Iterable) -> int:

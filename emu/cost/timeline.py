@@ -10,7 +10,8 @@ from typing import NamedTuple
 from emu.cost.metrics import Metrics, measure
 from emu.hardware import Cluster
 from emu.trace.events import Collective, Kernel, Mark, Transfer
-from emu.trace.trace import Trace
+from emu.trace.trace import Trace, UnknownRank
+from emu.trace.units import count_text, time_text
 
 
 class Span(NamedTuple):
@@ -57,6 +58,11 @@ class Timeline:
         """For every rank what its streams did, in program order."""
         return {rank: self._spans_of(rank) for rank in self.trace.events}
 
+    def __repr__(self) -> str:
+        what = f"{count_text(len(self.trace.events), 'rank')}, {count_text(len(self.trace), 'event')}"
+        where = f"on {self.cluster.name}, launched {self.launch_mode}"
+        return f"Timeline({time_text(self.step_time_s)} {where}: {what})"
+
     def _spans_of(self, rank: int) -> list[Span]:
         starts, ends, moves = self._starts[rank], self._ends[rank], self._moves[rank]
         spans: list[Span] = []
@@ -74,11 +80,16 @@ class Timeline:
 
     def event_times(self, rank: int) -> Sequence[float]:
         """The host's time after every event of a rank, for instance to draw its memory over time."""
+        return self._of(rank)
+
+    def _of(self, rank: int) -> Sequence[float]:
+        if rank not in self._hosts:
+            raise UnknownRank(rank, self.trace.ranks)
         return self._hosts[rank]
 
     def marks(self, rank: int) -> list[tuple[str, float]]:
         """The points that the program named (rank.mark), with the host's time."""
-        hosts = self._hosts[rank]
+        hosts = self._of(rank)
         return [(event.name, hosts[i]) for i, event in enumerate(self.trace.events[rank]) if isinstance(event, Mark)]
 
     def metrics(self, tokens: int | None = None) -> Metrics:

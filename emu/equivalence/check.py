@@ -14,13 +14,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from emu.equivalence.compare import TOLERANCES, Difference, differences, whole_results
+from emu.equivalence.advice import (
+    common_factor,
+    may_be_rounding,
+    say_factor,
+    say_names,
+    say_rounding,
+    say_survivors,
+    say_where,
+)
+from emu.equivalence.compare import TOLERANCES, Difference, has_gradients, whole_results
 from emu.equivalence.exact import Certificate, ExactMode, round_to_grid
+from emu.equivalence.judge import Judged, is_input, judge
 from emu.equivalence.mutants import Broken, Mutant, Observed, mutants_of, sample
 from emu.equivalence.state import Keeper, digest_of, keeping, kept
 from emu.equivalence.verdict import Verdict
 from emu.equivalence.widening import Float64Mode
-from emu.spmd import EmuError, Mesh, Rank, ReplicasDisagree
+from emu.spmd import EmuError, Mesh, Rank
 from emu.virtual.launch import Program, VirtualRun, run_virtual
 from emu.virtual.rendezvous import Rendezvous
 from emu.virtual.scheduler import Scheduler
@@ -77,22 +87,32 @@ def check(
             )
         progress("program")
         base = arithmetic.run(program, mesh, args, Observed)
-        verdict = _compare(base.run, mesh, right, arithmetic)
+        judged = judge(base.run, mesh, right, arithmetic)
         verdict = replace(
-            verdict, certificate_bits=max(certificate.bits.values(), default=0.0) if certificate else None
+            judged.verdict, certificate_bits=max(certificate.bits.values(), default=0.0) if certificate else None
         )
         if verdict.equivalent:
             every = mutants_of(list(base.meeting_place.sites))
             chosen = every if wanted is None else sample(every, wanted)
             verdict = _score(verdict, chosen, program, mesh, args, base, right, arithmetic, progress)
+        else:
+            drops_out = next((keeper.random for keeper in base.keepers if keeper.random), None)
+            hint = _advice(
+                judged,
+                arithmetic.comparable(right),
+                mesh,
+                drops_out,
+                lambda: _in_float64(single, alone, program, mesh, args) if tier == "exact" else "",
+            )
+            verdict = replace(verdict, why=f"{verdict.why}\n  hint: {hint}" if hint else verdict.why)
     return verdict
 
 
 class _Outcome:
-    """A run, the bits that every rank left behind, and where its ranks met."""
+    """A run, the bits that every rank left behind, where its ranks met, and what they made on the way."""
 
-    def __init__(self, run: VirtualRun, states: list[bytes], meeting_place: Any) -> None:
-        self.run, self.states, self.meeting_place = run, states, meeting_place
+    def __init__(self, run: VirtualRun, states: list[bytes], meeting_place: Any, keepers: list[Keeper]) -> None:
+        self.run, self.states, self.meeting_place, self.keepers = run, states, meeting_place, keepers
 
 
 class _Arithmetic:
@@ -119,6 +139,7 @@ class _Arithmetic:
         certifying: list[ExactMode] | None = None,
     ) -> _Outcome:
         places: list[Rendezvous] = []
+        keepers: dict[int, Keeper] = {}
         states: dict[int, bytes] = {}
 
         def meet(scheduler: Scheduler) -> Rendezvous:
@@ -128,6 +149,7 @@ class _Arithmetic:
         @contextmanager
         def within(rank: Rank) -> Iterator[None]:
             with kept() as keeper:
+                keepers[rank.id] = keeper
                 if self.tier == "exact":
                     mode = ExactMode(self.values, self.gradients, certify=certifying is not None)
                     if certifying is not None:
@@ -148,7 +170,9 @@ class _Arithmetic:
             run = run_virtual(program, mesh, track=False, args=args, within=within, rendezvous=meet)
         finally:
             torch.set_default_dtype(before)
-        return _Outcome(run, [states[r] + digest_of(run.results[r]) for r in range(mesh.size)], places[0])
+        ranks = range(mesh.size)
+        bits = [states[r] + digest_of(run.results[r]) for r in ranks]
+        return _Outcome(run, bits, places[0], [keepers[r] for r in ranks])
 
     def agrees(self, difference: Difference) -> bool:
         if difference.equal:
@@ -160,13 +184,9 @@ class _Arithmetic:
         if self.tier != "exact":
             return dict(tensors)
         return {
-            name: round_to_grid(t, self.gradients) if t.is_floating_point() and (not t.dim() or _is_input(name)) else t
+            name: round_to_grid(t, self.gradients) if t.is_floating_point() and (not t.dim() or is_input(name)) else t
             for name, t in tensors.items()
         }
-
-
-def _is_input(name: str) -> bool:
-    return name.split(".")[0] == "inputs"
 
 
 def _with_rank(reference: Program, n_args: int) -> Program:
@@ -185,34 +205,40 @@ def _with_rank(reference: Program, n_args: int) -> Program:
     return reference
 
 
-def _compare(run: VirtualRun, mesh: Mesh, right: Mapping[str, Tensor], arithmetic: _Arithmetic) -> Verdict:
-    n_inputs = sum(map(_is_input, right))
-    verdict = Verdict(False, arithmetic.tier, 0.0, None, len(right) - n_inputs - ("loss" in right), n_inputs)
-    if not right:
-        return replace(verdict, why="the reference returns nothing to compare: return emu.grads(model), or tensors")
-    try:
-        ours = whole_results(run.results, mesh)
-    except ReplicasDisagree as error:
-        name = getattr(error, "name", None)
-        return replace(verdict, max_rel_err=float("inf"), worst_parameter=name, first_divergence=name, why=str(error))
-    found = differences(arithmetic.comparable(ours), arithmetic.comparable(right))
-    worst = max(found, key=lambda d: d.error)
-    verdict = replace(verdict, max_rel_err=worst.error, worst_parameter=worst.name)
-    wrong = [d for d in found if not arithmetic.agrees(d)]
-    if wrong:
-        first = wrong[0]
-        why = f"{len(wrong)} of {len(found)} results differ, first {first.name!r} ({first.why or _size(first.error)})"
-        why += f", most {worst.name!r} ({worst.why or _size(worst.error)})" if worst.name != first.name else ""
-        return replace(verdict, first_divergence=first.name, why=why)
-    if not any(bool(t.any()) for t in right.values()):
-        return replace(
-            verdict, why="every result is zero, which any program can compute: give it a batch with a gradient"
+def _advice(
+    judged: Judged,
+    right: Mapping[str, Tensor],
+    mesh: Mesh,
+    drops_out: str | None,
+    rounding: Callable[[], str],
+) -> str:
+    """What to do about results that differ; the first of the causes below that fits."""
+    wrong, ours = judged.wrong, judged.ours
+    if not wrong:
+        return ""
+    if drops_out is not None:
+        return (
+            f"{drops_out} draws random numbers, and a whole batch draws others than its pieces do: "
+            "call model.eval() in both, or make the model without dropout"
         )
-    return replace(verdict, equivalent=True)
+    if names := say_names(wrong, ours, right):
+        return names
+    if any(d.why for d in wrong):  # not finite
+        return "find the first operation that overflows, or use a batch and weights that do not"
+    if factor := common_factor(wrong, ours, right):
+        return say_factor(factor, mesh)
+    return (rounding() if may_be_rounding(wrong) else "") or say_where(wrong, right)
 
 
-def _size(error: float) -> str:
-    return f"relative error {error:.2g}"
+def _in_float64(single: Program, alone: Mesh, program: Program, mesh: Mesh, args: Sequence[Any]) -> str:
+    """Whether a small difference in the exact tier is rounding: whether float64 sees it, too."""
+    arithmetic = _Arithmetic("float64", 0, 0)
+    try:
+        right, _ = arithmetic.certified(single, alone, args)
+        judged = judge(arithmetic.run(program, mesh, args, Rendezvous).run, mesh, right, arithmetic)
+    except Exception:  # a program that cannot run in that tier leaves the question open; its own result stands
+        return ""
+    return say_rounding(judged.verdict.max_rel_err if judged.verdict.equivalent else None)
 
 
 def _wanted(mutants: str | int) -> int | None:
@@ -254,13 +280,12 @@ def _score(
             continue
         if outcome.states == base.states:
             equivalent += 1
-        elif _compare(outcome.run, mesh, right, arithmetic).equivalent:
+        elif judge(outcome.run, mesh, right, arithmetic).verdict.equivalent:
             survivors.append(str(mutant))
         else:
             killed += 1
-    why = (
-        f"{len(survivors)} mutants changed a rank's state unnoticed: the program must return more" if survivors else ""
-    )
+    stepped = any(keeper.optimizers for keeper in base.keepers)
+    why = say_survivors(len(survivors), stepped, has_gradients(base.run.results[0])) if survivors else ""
     return replace(
         verdict,
         mutants=len(chosen),

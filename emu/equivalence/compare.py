@@ -25,6 +25,7 @@ class Difference:
     error: float
     equal: bool
     why: str = ""
+    one_sided: bool = False  # one side lacks it, and on the other it is all zero: a gradient that nobody gave
 
 
 def named(result: Any, prefix: str = "") -> dict[str, tuple[Tensor, Layout]]:
@@ -56,6 +57,15 @@ def named(result: Any, prefix: str = "") -> dict[str, tuple[Tensor, Layout]]:
     return out
 
 
+def has_gradients(result: Any) -> bool:
+    """Whether `emu.grads(...)` is anywhere in a result."""
+    if isinstance(result, Grads):
+        return True
+    if isinstance(result, Mapping):
+        return any(map(has_gradients, result.values()))
+    return isinstance(result, (list, tuple)) and any(map(has_gradients, result))
+
+
 def _path(prefix: str, key: str) -> str:
     return f"{prefix}.{key}" if prefix else key
 
@@ -84,7 +94,7 @@ def whole_results(results: Sequence[Any], mesh: Mesh) -> dict[str, Tensor]:
 
 def differences(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> list[Difference]:
     """Compares by name, in the order of the reference; a tensor that one side lacks counts as zeros there."""
-    scale = max((_largest(v) for v in theirs.values()), default=0.0)
+    scale = max((largest(v) for v in theirs.values()), default=0.0)
     out = []
     for name in dict.fromkeys([*theirs, *ours]):
         u, v = ours.get(name), theirs.get(name)
@@ -93,7 +103,7 @@ def differences(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> lis
             assert there is not None
             zero = not bool(there.any())
             side = "the program" if u is None else "the reference"
-            out.append(Difference(name, 0.0 if zero else float("inf"), zero, "" if zero else f"{side} has none"))
+            out.append(Difference(name, 0.0 if zero else float("inf"), zero, "" if zero else f"{side} has none", zero))
         elif u.shape != v.shape:
             out.append(Difference(name, float("inf"), False, f"shapes {tuple(u.shape)} and {tuple(v.shape)}"))
         else:
@@ -102,7 +112,7 @@ def differences(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> lis
 
 
 def _compare(name: str, u: Tensor, v: Tensor, scale: float) -> Difference:
-    u, v = _wide(u), _wide(v)
+    u, v = wide(u), wide(v)
     # Overflows may be alike by chance, so equal ones prove nothing.
     if not bool(u.isfinite().all()) or not bool(v.isfinite().all()):
         same = bool((u.isfinite() == v.isfinite()).all())
@@ -110,16 +120,17 @@ def _compare(name: str, u: Tensor, v: Tensor, scale: float) -> Difference:
     if torch.equal(u, v):
         return Difference(name, 0.0, True)
     gap = float((u - v).abs().max())
-    below = max(_largest(v), FLOOR * scale)
+    below = max(largest(v), FLOOR * scale)
     return Difference(name, gap / below if below else float("inf"), False)
 
 
-def _wide(x: Tensor) -> Tensor:
+def wide(x: Tensor) -> Tensor:
     """In double precision, in which every dtype compares with every other."""
     return x.detach().to(torch.complex128 if x.is_complex() else torch.float64)
 
 
-def _largest(x: Tensor) -> float:
-    finite = _wide(x).abs()
+def largest(x: Tensor) -> float:
+    """The largest finite absolute value; 0 if there is none."""
+    finite = wide(x).abs()
     finite = finite[finite.isfinite()]
     return float(finite.max()) if finite.numel() else 0.0

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
 
 from emu.equivalence.compare import named
@@ -27,6 +27,7 @@ class Keeper:
     def __init__(self) -> None:
         self.parameters: dict[int, Tensor] = {}  # by id, in the order they were met
         self.optimizers: dict[int, Any] = {}
+        self.random: str | None = None  # the first module called that draws random numbers
 
     def keep(self, parameter: Any) -> None:
         if isinstance(parameter, Tensor):
@@ -95,6 +96,19 @@ def _leaves(roots: Iterable[Tensor]) -> Iterator[Tensor]:
         nodes += following
 
 
+def drops_out(module: Any) -> bool:
+    """Whether a call of this module itself, not of its children, zeroes numbers at random."""
+    p = module.p if isinstance(module, nn.modules.dropout._DropoutNd) else 0.0
+    if isinstance(module, (nn.MultiheadAttention, nn.RNNBase)):
+        p = module.dropout
+    return module.training and 0 < p < 1
+
+
+def name_of_dropout(module: Any) -> str:
+    """A module that drops out, for messages: "Dropout(p=0.1)"."""
+    return f"{type(module).__name__}({f'p={module.p}' if hasattr(module, 'p') else f'dropout={module.dropout}'})"
+
+
 def digest_of(result: Any) -> bytes:
     """The bits of a program's result."""
     bits = hashlib.blake2b(digest_size=16)
@@ -125,6 +139,8 @@ def _called(module: Any, args: Any) -> None:
     if keeper is not None:
         for parameter in module._parameters.values():
             keeper.keep(parameter)
+        if keeper.random is None and drops_out(module):
+            keeper.random = name_of_dropout(module)
 
 
 def _stepped(optimizer: Any, args: Any, kwargs: Any) -> None:

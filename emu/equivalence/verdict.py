@@ -18,9 +18,10 @@ class Verdict:
         mutants, mutants_killed, mutants_equivalent: how many deliberately broken runs there were, how many the check
             noticed, and how many changed no rank's state at all (so that no check could notice them).
         first_divergence: the first result, in the reference's order, that differs; None if none does.
-        why: in words, for a verdict that is not clean.
+        why: in words, for a verdict that is not clean, with a hint what to do.
         survivors: mutants that changed a state and went unnoticed.
         certificate_bits: exact tier only: the bits that the largest sum needed, of 53.
+        without_gradient: names that got no gradient (frozen or unused), so that there was nothing to compare.
     """
 
     equivalent: bool
@@ -36,6 +37,7 @@ class Verdict:
     why: str = ""
     survivors: list[str] = field(default_factory=list)
     certificate_bits: float | None = None
+    without_gradient: list[str] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -46,16 +48,29 @@ class Verdict:
     def __str__(self) -> str:
         how = {"exact": "bit for bit", "float64": "to 1e-12", "float32": "to 1e-5"}[self.tier]
         if self.equivalent:
-            text = f"equivalent in tier {self.tier}: {self.n_parameters + self.n_inputs} tensors agree {how}"
+            text = f"equivalent in tier {self.tier}: {self._agreeing()} {how}"
             if self.tier != "exact":
                 text += f" (largest error {self.max_rel_err:.1e}, {self.worst_parameter})"
         else:
             text = f"NOT equivalent in tier {self.tier}: {self.why}"
         if self.mutants:
             real = self.mutants - self.mutants_equivalent
-            text += f"; {self.mutants_killed} of {real} mutants killed"
+            text += f"; {self.mutants_killed} of {count_of(real, 'mutant')} killed"
             if self.mutants_equivalent:
-                text += f" ({self.mutants_equivalent} more change nothing)"
+                text += f" ({self.mutants_equivalent} more {'change' if self.mutants_equivalent > 1 else 'changes'} nothing)"
+        if self.without_gradient:
+            names = ", ".join(self.without_gradient[:3])
+            more = f" and {len(self.without_gradient) - 3} more" if len(self.without_gradient) > 3 else ""
+            text += f"\n  without a gradient, so not compared: {names}{more}"
         if self.survivors:
-            text += f"\n  went unnoticed: {'; '.join(self.survivors)}"
+            text += f"\n  went unnoticed: {'; '.join(self.survivors)}\n  hint: {self.why}"
         return text
+
+    def _agreeing(self) -> str:
+        n = self.n_parameters + self.n_inputs
+        return f"{count_of(n, 'tensor')} {'agree' if n > 1 else 'agrees'}" if n else "the loss agrees"
+
+
+def count_of(n: int, noun: str) -> str:
+    """(1, "tensor") -> "1 tensor"."""
+    return f"{n} {noun}{'s' if n != 1 else ''}"

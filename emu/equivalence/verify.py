@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from emu.equivalence.check import check
+from emu.equivalence.state import drops_out, name_of_dropout
 from emu.equivalence.verdict import Verdict
-from emu.parallel import Batch, Plan, mesh_of, parallelize
-from emu.spmd import EmuError, Rank, grads
+from emu.parallel import Batch, Plan, as_batch, check_model, checked_plan, mesh_of, parallelize
+from emu.spmd import EmuError, Mesh, Rank, grads
 
 
 def verify(
     model: nn.Module | Callable[[], nn.Module],
     plan: Plan,
-    batch: Batch | None = None,
+    batch: Batch | tuple[Tensor, Tensor] | None = None,
     tier: str = "exact",
     mutants: str | int = "sampled",
     progress: Callable[[str], None] = lambda text: None,
@@ -28,20 +31,21 @@ def verify(
     Args:
         model: a plain module with `loss_sum(x, y)`, or a function without arguments that makes one.
         plan: how to distribute it.
-        batch: what to compute gradients of; None draws random tokens below the model's vocabulary.
+        batch: what to compute gradients of, emu.Batch(x, y) or (x, y); None draws random tokens below the model's vocabulary.
         tier, mutants: see `check`.
 
     Raises:
-        PlanError: a plan that cannot be; EmuError: a model without loss_sum, or no batch and no vocabulary to draw from.
+        PlanError: no plan, or one that cannot be.
+        EmuError: no model, one without loss_sum or with active dropout (pieces of a batch draw other random numbers than
+            the whole does), or no batch and no vocabulary to draw from.
     """
-    made = model if isinstance(model, nn.Module) else model()
-    if not hasattr(made, "loss_sum"):
-        raise EmuError(
-            f"{type(made).__name__} has no loss_sum(x, y)",
-            "give the module a method that returns the sum of its loss over all labels that count",
-        )
-    data = batch if batch is not None else random_batch(made, plan)
+    plan = checked_plan(plan)
+    made = model if isinstance(model, nn.Module) else _made(model)
+    check_model(made)
     mesh = mesh_of(plan)
+    _refuse_dropout(made, mesh)
+    data = as_batch(batch) if batch is not None else random_batch(made, plan)
+    idle: dict[str, None] = {}  # parameters without a gradient
 
     def fresh() -> Any:
         # A module that was passed in is copied, so that no two ranks share it, into the dtype that the tier computes in;
@@ -57,12 +61,62 @@ def verify(
         plain, whole = fresh(), _in_tier(data)
         loss = plain.loss_sum(whole.x, whole.y)
         loss.backward()
-        for p in plain.parameters():
+        for name, p in plain.named_parameters():
             if p.grad is not None:
                 p.grad.div_(data.tokens)  # late, as the strategies divide
+            else:
+                idle[f"parameters.{name}"] = None
         return {"loss": loss.detach() / data.tokens, "parameters": grads(plain)}
 
-    return check(program, mesh, reference, tier=tier, mutants=mutants, progress=progress)
+    verdict = check(program, mesh, reference, tier=tier, mutants=mutants, progress=progress)
+    verdict = replace(verdict, without_gradient=list({**idle, **dict.fromkeys(verdict.without_gradient)}))
+    if not verdict.equivalent and _is_mean(fresh(), data):
+        hint = (
+            "loss_sum returns a mean (a batch twice as long has the same loss): return the sum over labels that count"
+        )
+        verdict = replace(verdict, why="\n  hint: ".join([verdict.why.partition("\n  hint: ")[0], hint]))
+    return verdict
+
+
+def _made(factory: Any) -> Any:
+    """What a function without arguments makes."""
+    if not callable(factory):
+        raise EmuError(
+            f"the model is a {type(factory).__name__}, not a module",
+            "pass a torch.nn.Module with loss_sum(x, y), or a function that makes one",
+        )
+    try:
+        inspect.signature(factory).bind()
+    except TypeError as error:
+        name = getattr(factory, "__name__", "the model")
+        raise EmuError(
+            f"{name} cannot be called without arguments: {error}", f"pass lambda: {name}(...) with its arguments"
+        ) from None
+    except ValueError:  # a builtin, which says nothing about itself
+        pass
+    return factory()
+
+
+def _refuse_dropout(model: nn.Module, mesh: Mesh) -> None:
+    for name, module in model.named_modules():
+        if mesh.size > 1 and drops_out(module):
+            raise EmuError(
+                f"{name or 'the model'} is an active {name_of_dropout(module)}: a whole batch draws other random numbers "
+                "than its pieces do, so no plan can agree with one device",
+                "call model.eval() before verifying, or make the model without dropout",
+            )
+
+
+def _is_mean(model: nn.Module, data: Batch) -> bool:
+    """Whether loss_sum averages over rows: then a batch twice over has the same loss, not twice as much."""
+    data = _in_tier(data)
+    try:
+        with torch.no_grad():
+            once = float(model.loss_sum(data.x, data.y))  # type: ignore[operator]
+            twice = float(model.loss_sum(torch.cat([data.x] * 2), torch.cat([data.y] * 2)))  # type: ignore[operator]
+    except Exception:  # a model that does not take that batch leaves the question open
+        return False
+    return once != 0 and abs(twice - once) < 1e-4 * abs(once)
 
 
 def _in_tier(data: Batch) -> Batch:

@@ -7,7 +7,8 @@ per-rank means would weigh every rank alike; see pytorch/pytorch#67253.)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +28,10 @@ class Batch:
     """
 
     def __init__(self, x: Tensor, y: Tensor, tokens: int | None = None) -> None:
+        for name, value in (("x", x), ("y", y)):
+            if not isinstance(value, Tensor) or not value.dim():
+                what = "a tensor without dimensions" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+                raise EmuError(f"{name} of a batch is {what}", "pass tensors whose first dimension is the rows")
         if len(x) != len(y):
             raise EmuError(f"a batch of {len(x)} inputs and {len(y)} labels", "give every input row its labels")
         self.x, self.y = x, y
@@ -40,9 +45,9 @@ class Batch:
             sizes: rows of every rank in group order; balanced where not given.
 
         Raises:
-            EmuError: sizes that are not one length per rank, or do not add up to the batch.
+            EmuError: a rank that is none; sizes that are not one length per rank, or do not add up to the batch.
         """
-        group = rank.group(*axes)
+        group = _checked(rank, "batch.shard(rank, ...)").group(*axes)
         cut = list(sizes) if sizes is not None else split_sizes(len(self.x), group.size)
         if len(cut) != group.size or min(cut) < 0 or sum(cut) != len(self.x):
             raise EmuError(
@@ -52,6 +57,30 @@ class Batch:
         first = sum(cut[: group.rank])
         rows = slice(first, first + cut[group.rank])
         return self.x[rows], self.y[rows]
+
+    def __repr__(self) -> str:
+        return f"Batch(x {list(self.x.shape)}, y {list(self.y.shape)}, {self.tokens:,} tokens that count)"
+
+
+def as_batch(data: Batch | tuple[Tensor, Tensor]) -> Batch:
+    """A batch as it is, or made of (inputs, labels).
+
+    Raises:
+        EmuError: anything else.
+    """
+    if isinstance(data, Batch):
+        return data
+    if isinstance(data, (tuple, list)) and len(data) == 2:
+        return Batch(*data)
+    what = f"a {type(data).__name__}" + (f" of {len(data)}" if isinstance(data, (tuple, list)) else "")
+    raise EmuError(f"the batch is {what}", "pass emu.Batch(x, y), or the tuple (x, y) of inputs and labels")
+
+
+def _checked(rank: Any, call: str) -> Rank:
+    if not isinstance(rank, Rank):
+        hint = f"pass the rank that the program gets, program(rank): {call}"
+        raise EmuError(f"the rank is a {type(rank).__name__} ({rank!r})", hint)
+    return rank
 
 
 def _counted(y: Tensor) -> int:
@@ -79,23 +108,68 @@ def sum_gradients(model: nn.Module, group: Group, tokens: int) -> None:
 
 
 class DataParallel:
-    """A model under plain data parallelism.
+    """A model under plain data parallelism. It is no module: `.model` is, with the same parameters on every rank.
 
     Args:
         model: a plain module with `loss_sum(x, y)`, the same on every rank.
         rank: the rank it runs on.
         axes: the mesh axes that cut the batch.
+
+    Raises:
+        EmuError: no module, one without loss_sum, or a rank that is none.
     """
 
     def __init__(self, model: nn.Module, rank: Rank, *axes: str) -> None:
+        check_model(model)
+        _checked(rank, "emu.DataParallel(model, rank, ...)")
         self.model, self.rank, self.axes = model, rank, axes
         self.group = rank.group(*axes)
         rank.watch(model)
 
-    def backward(self, batch: Batch, sizes: Sequence[int] | None = None) -> Tensor:
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The model's parameters, e.g. for an optimizer."""
+        return self.model.parameters()
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The model's parameters with their names."""
+        return self.model.named_parameters()
+
+    def __getattr__(self, name: str) -> Any:  # only what is not found otherwise
+        model = self.__dict__.get("model")
+        where = f"; it is no module: its model is, so use .model.{name}" if hasattr(model, name) else ""
+        raise AttributeError(f"DataParallel has no {name!r}{where}")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise EmuError(
+            "DataParallel is no module and cannot be called",
+            "train it with .backward(batch), or call its model: .model(x)",
+        )
+
+    def __repr__(self) -> str:
+        model, group = type(self.model).__name__, self.group
+        return (
+            f"DataParallel({model} on {self.rank!r}, batch cut over the {group.size} ranks of {group.label!r}; "
+            "no module: .backward(batch) trains it, .model is the module)"
+        )
+
+    def backward(self, batch: Batch | tuple[Tensor, Tensor], sizes: Sequence[int] | None = None) -> Tensor:
         """Computes the gradients of the mean loss over all tokens of the batch, into `.grad`. Returns that loss."""
+        batch = as_batch(batch)
         x, y = batch.shard(self.rank, *self.axes, sizes=sizes)
         loss = self.model.loss_sum(x, y)  # type: ignore[operator]
         loss.backward()
         sum_gradients(self.model, self.group, batch.tokens)
         return self.group.all_reduce(loss.detach().clone(), name="loss").div_(batch.tokens)
+
+
+def check_model(model: object) -> None:
+    """Raises an EmuError if this is not a module with `loss_sum`."""
+    if not isinstance(model, nn.Module):
+        raise EmuError(
+            f"the model is a {type(model).__name__}, not a module", "pass a torch.nn.Module with loss_sum(x, y)"
+        )
+    if not callable(getattr(model, "loss_sum", None)):
+        raise EmuError(
+            f"{type(model).__name__} has no loss_sum(x, y)",
+            "give the module a method that returns the sum of its loss over all labels that count",
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from emu.trace.events import CATEGORIES, Alloc, Free, Recategorise
 from emu.trace.trace import Trace
+from emu.trace.units import bytes_text
 
 
 class Memory:
@@ -20,7 +21,11 @@ class Memory:
         self._series: dict[int, tuple[list[int], dict[str, list[int]]]] = {}
 
     def series(self, rank: int) -> tuple[list[int], dict[str, list[int]]]:
-        """(indices into the rank's events at which memory changed, category -> bytes alive after each of them)."""
+        """(indices into the rank's events at which memory changed, category -> bytes alive after each of them).
+
+        Raises:
+            UnknownRank: a rank that was not recorded; names those that were.
+        """
         if rank not in self._series:
             now = dict.fromkeys(CATEGORIES, 0)
             indices: list[int] = []
@@ -42,16 +47,42 @@ class Memory:
         return self._series[rank]
 
     def totals(self, rank: int) -> list[int]:
-        """Bytes alive after each change."""
+        """Bytes alive after each change of a rank's memory."""
         return [sum(column) for column in zip(*self.series(rank)[1].values())]
 
-    def peak_bytes(self, rank: int) -> int:
-        return max(self.totals(rank), default=0)
+    @property
+    def fullest_rank(self) -> int:
+        """The rank with the highest peak (the first, if several have it)."""
+        if not self.trace.ranks:
+            raise ValueError("no rank was recorded, so none has memory")
+        return max(self.trace.ranks, key=lambda rank: (self.peak_bytes(rank), -rank))
 
-    def at_peak(self, rank: int) -> dict[str, int]:
-        """Category -> bytes at the moment of the peak (the first, if it is reached more than once)."""
+    def peak_bytes(self, rank: int | None = None) -> int:
+        """The most that a rank holds at once; None means the fullest rank."""
+        return max(self.totals(self.fullest_rank if rank is None else rank), default=0)
+
+    def at_peak(self, rank: int | None = None) -> dict[str, int]:
+        """Category -> bytes at the moment of the peak (the first, if it is reached more than once).
+
+        Args:
+            rank: None means the fullest rank.
+
+        Raises:
+            UnknownRank: a rank that was not recorded; names those that were.
+        """
+        rank = self.fullest_rank if rank is None else rank
         totals = self.totals(rank)
         if not totals:
             return dict.fromkeys(CATEGORIES, 0)
         i = totals.index(max(totals))
         return {category: line[i] for category, line in self.series(rank)[1].items()}
+
+    def __repr__(self) -> str:
+        if not self.trace.ranks:
+            return "Memory(of no rank)"
+        rank, full = self.fullest_rank, self.capacity_bytes
+        held = sorted(((n, category) for category, n in self.at_peak(rank).items() if n), reverse=True)
+        of = f" of {bytes_text(full)}" if full else ""
+        where = f"rank {rank}, the fullest of {len(self.trace.ranks)}" if len(self.trace.ranks) > 1 else f"rank {rank}"
+        parts = ", ".join(f"{category} {bytes_text(n)}" for n, category in held) or "nothing was allocated"
+        return f"Memory(peak {bytes_text(self.peak_bytes(rank))}{of} on {where}: {parts})"

@@ -7,6 +7,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from emu.trace.events import Collective, Event, Kernel, Mark, Transfer
+from emu.trace.units import count_text, ranks_text
+
+
+class UnknownRank(KeyError, ValueError):
+    """A rank that was not recorded. Fields: rank, ranks (those that were), hint (str)."""
+
+    def __init__(self, rank: object, ranks: list[int]) -> None:
+        self.rank, self.ranks = rank, ranks
+        self.hint = f"name one of the ranks {ranks_text(ranks)}"
+        super().__init__(f"there is no record of rank {rank!r}\n  hint: {self.hint}")
+
+    def __str__(self) -> str:  # a KeyError would quote it
+        return str(self.args[0])
 
 
 @dataclass(frozen=True)
@@ -27,15 +40,26 @@ class Trace:
         return list(self.events)
 
     def __getitem__(self, rank: int) -> Sequence[Event]:
-        return self.events[rank]
+        try:
+            return self.events[rank]
+        except (KeyError, TypeError):  # a TypeError is a rank that cannot be a key, say a list of them
+            raise UnknownRank(rank, self.ranks) from None
 
     def __len__(self) -> int:
         return sum(len(events) for events in self.events.values())
 
+    def __repr__(self) -> str:
+        kinds = Counter(type(event).__name__ for events in self.events.values() for event in events)
+        mesh = " ".join(f"{axis}={size}" for axis, size in self.axes.items()) or "one device"
+        named = {"kernel": kinds["Kernel"], "collective": kinds["Collective"], "transfer": kinds["Transfer"]}
+        parts = ", ".join(count_text(n, kind) for kind, n in named.items() if n)
+        parts = f", among them {parts}" if parts else ""
+        return f"Trace({mesh}, {count_text(len(self.events), 'rank')}, {count_text(len(self), 'event')}{parts})"
+
     def of(self, *types: type, rank: int | None = None) -> Iterator[tuple[int, Event]]:
         """Yields (rank, event) for the events of the given types, rank by rank in program order."""
         for r in self.events if rank is None else (rank,):
-            for event in self.events[r]:
+            for event in self[r]:
                 if isinstance(event, types):
                     yield r, event
 

@@ -67,5 +67,6 @@ def _run_html(run: Any) -> str:
         return parts[0] + "<p>nothing was recorded</p>"
     parts.append(metrics_table(run.metrics).html())
     parts.append(picture(timeline_figure(run.timeline()), "timeline"))
-    parts.append(picture(memory_figure(run.memory), "memory over time"))
+    if getattr(run, "has_memory", True):  # real devices do not record theirs
+        parts.append(picture(memory_figure(run.memory), "memory over time"))
     return "<div>" + "\n".join(parts) + "</div>"

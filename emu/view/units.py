@@ -4,44 +4,15 @@ so "3.35 GB" is 3.12 GiB, and an "80 GB" H100 and its traffic are counted in the
 
 from __future__ import annotations
 
-import math
+from emu.trace.units import bytes_text, metric_text, percent_text, time_text
 
+__all__ = ["byte_unit", "bytes_text", "count_text", "percent_text", "rate_text", "time_text", "time_unit"]
 TIME_UNITS = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6), ("ns", 1e-9))
-
-
-def _metric(value: float, unit: str) -> str:
-    import humanize
-
-    if value != value or math.isinf(value):
-        return "not known" if value != value else "infinite"
-    if value == 0:
-        return f"0 {unit}"
-    return humanize.metric(value, unit).replace("\N{GREEK SMALL LETTER MU}", "µ")
-
-
-def bytes_text(n_bytes: float) -> str:
-    """Bytes in decimal units with three digits: 3352000000 -> "3.35 GB"."""
-    # Whole bytes below a thousand: "12 B" rather than "12.0 B".
-    return f"{int(n_bytes)} B" if 0 <= n_bytes < 1000 and n_bytes == int(n_bytes) else _metric(n_bytes, "B")
-
-
-def time_text(time_s: float) -> str:
-    """Seconds in the unit that fits, with three digits: 0.000123 -> "123 µs"."""
-    return _metric(time_s, "s")
 
 
 def rate_text(per_s: float, unit: str) -> str:
     """A rate with three digits: (4.5e11, "B/s") -> "450 GB/s"."""
-    return _metric(per_s, unit)
-
-
-def percent_text(fraction: float) -> str:
-    """A fraction 0-1 as a percentage: 0.4321 -> "43.2 %"."""
-    if fraction != fraction:
-        return "not known"
-    percent = 100 * fraction
-    # What is small but not zero must not read as zero.
-    return "< 0.1 %" if 0 < percent < 0.05 else f"{percent:.1f} %"
+    return metric_text(per_s, unit)
 
 
 def count_text(count: float) -> str:
