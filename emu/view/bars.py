@@ -89,6 +89,14 @@ def thin(bars: Mapping[Look, np.ndarray], edges_s: np.ndarray) -> dict[Look, np.
     return thinned
 
 
+def busiest_share(spans: np.ndarray, edges_s: np.ndarray) -> float:
+    """The largest share of a column, 0-1, that bars cover; they are joined (see `merge`), [n, 2]."""
+    if not len(spans):
+        return 0.0
+    busy = np.concatenate([[0.0], np.cumsum(spans[:, 1] - spans[:, 0])]).repeat(2)[1:-1]
+    return float((np.diff(np.interp(edges_s, spans.reshape(-1), busy)) / np.diff(edges_s)).max())
+
+
 def timeline_rows(timeline: Timeline, ranks: Sequence[int], edges_s: np.ndarray | None = None) -> list[Row]:
     """The rows of a timeline picture: rank by rank, the streams in the order in which the rank first used them.
 

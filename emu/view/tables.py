@@ -127,17 +127,18 @@ def metrics_table(metrics: Any, title: str = "") -> Table:
     return Table(("", "value", "what it means"), rows, title, f"Operations: {note}" if note else "", left=(0, 2))
 
 
-def comparison_table(runs: Mapping[str, Any], title: str = "") -> Table:
+def comparison_table(runs: Mapping[str, Any], title: str = "", note: str = "") -> Table:
     """The metrics of several runs side by side.
 
     Args:
         runs: name -> Metrics or mapping; a metric that a run does not have is a dash.
         title: above the table.
+        note: below it.
     """
     columns = {name: _values(metrics) for name, metrics in runs.items()}
     keys = sorted(dict.fromkeys(key for values in columns.values() for key in values), key=_order)
     rows = [(key[0], *(values.get(key, "–") for values in columns.values()), key[1]) for key in keys]
-    return Table(("", *runs, "what it means"), rows, title, left=(0, len(runs) + 1))
+    return Table(("", *runs, "what it means"), rows, title, note, left=(0, len(runs) + 1))
 
 
 def _order(key: tuple[str, str]) -> int:

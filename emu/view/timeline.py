@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from emu.view.bars import COMMUNICATION, COMPUTE, WAITING, Look, Row, sample_ranks, timeline_rows
+from emu.view.bars import COMMUNICATION, COMPUTE, WAITING, Look, Row, busiest_share, sample_ranks, timeline_rows
 from emu.view.style import FAINT_INK, INK, PHASE_COLOURS, Paint, communication_paint, drawing
 from emu.view.units import time_text, time_unit
 
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 COLUMNS = 3000  # about two to a pixel of a picture of ordinary width
 BAR_HEIGHT = 0.74
 RANK_GAP = 0.35  # extra room between the rows of two ranks, in rows
+# A legend explains what is seen. Of columns as wide as a letter, one must be covered to this share; grey needs more.
+LETTERS = 200
+SEEN, GREY_SEEN = 0.02, 0.3
 
 
 def timeline_figure(
@@ -78,7 +81,8 @@ def timeline_figure(
         if _blurred(rows, start_s, end_s):
             note = "pale bars: kernels too short for this picture; the shade is the share of time that they run"
             axes.set_title(note, loc="right", fontsize=8, color=FAINT_INK, pad=16)
-        _legend(figure, looks, marked)
+        letters_s = np.linspace(start_s, end_s, LETTERS + 1)
+        _legend(figure, [look for look in looks if _is_seen(look, rows, letters_s)], marked)
     return figure
 
 
@@ -102,6 +106,11 @@ def _blurred(rows: Sequence[Row], start_s: float, end_s: float) -> bool:
     column_s = (end_s - start_s) / (COLUMNS / 2)
     crowds = [bars for row in rows for bars in row.bars.values() if len(bars) >= 100]
     return any(np.median(bars[:, 1] - bars[:, 0]) < 2 * column_s for bars in crowds)
+
+
+def _is_seen(look: Look, rows: Sequence[Row], edges_s: np.ndarray) -> bool:
+    least = GREY_SEEN if look == Look(COMPUTE, "") else SEEN
+    return any(busiest_share(row.bars[look], edges_s) >= least for row in rows if look in row.bars)
 
 
 def _paint(look: Look) -> Paint:
