@@ -33,18 +33,32 @@ class Op:
         launches: whether it launches a kernel at all; views and bare allocations do not.
         views: whether all it does is to look at a storage in another way.
         resizes: whether it changes the size of a storage in place.
+        composite: whether torch only ever runs it as other operators.
         fresh: whether its results may be new storages.
         host_reads: whether the host waits for its value.
         writes: positions of the arguments it writes in place.
         count: (args, outputs) -> Work, for operators whose work is more than touching what they are given.
     """
 
-    __slots__ = ("call", "count", "fresh", "host_reads", "launches", "name", "out_names", "resizes", "views", "writes")
+    __slots__ = (
+        "call",
+        "composite",
+        "count",
+        "fresh",
+        "host_reads",
+        "launches",
+        "name",
+        "out_names",
+        "resizes",
+        "views",
+        "writes",
+    )
 
     def __init__(self, func: Any) -> None:
         schema, packet = func._schema, func.overloadpacket
         self.name = packet.__name__
         self.call = func._op
+        self.composite = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
         written = [a.alias_info is not None and a.alias_info.is_write for a in schema.arguments]
         views = [r.alias_info is not None and not r.alias_info.is_write for r in schema.returns]
         self.writes = tuple(i for i, w in enumerate(written) if w and not schema.arguments[i].kwarg_only)

@@ -124,6 +124,15 @@ class VirtualDevice:
         for s in self._streams.values():
             s.merge(self.host_seen)
 
+    def hands_over(self, result: Any) -> None:
+        """The program returns a result: what is still in flight in it would be read too early."""
+        if self.tracker is None or not self.many_streams:
+            return
+        for x in tensors_in(result):
+            block = getattr(x.untyped_storage(), "_emu", None) if x.layout is torch.strided else None
+            if block is not None and block.ledger is self.ledger:
+                check_use(self, block, self.stream_now, x, False, "the result", None)
+
     def end(self) -> None:
         """The program is over. What dies with its last frame is not part of the record: some of it may outlive it."""
         self.ledger.closed = True
@@ -145,7 +154,7 @@ class VirtualDevice:
         return self._synchronous
 
     def collective(self, group: Group, call: Call) -> Work:
-        self.rendezvous.scheduler.before_op(self.rank)
+        self.rendezvous.scheduler.before_communication(self.rank)
         line = self.rendezvous.line_of() + handling()
         seq = self._sequence[group.key] = self._sequence.get(group.key, -1) + 1
         stream = self._communicates(group.label)
@@ -163,7 +172,7 @@ class VirtualDevice:
         return CollectiveWork(self, meeting, what, line, event, stream, call)
 
     def messages(self, group: Group, messages: list[Message]) -> Work:
-        self.rendezvous.scheduler.before_op(self.rank)
+        self.rendezvous.scheduler.before_communication(self.rank)
         line, parts = self.rendezvous.line_of() + handling(), []
         alone = self._synchronous.depth and len(messages) == 1
         for m in messages:
@@ -219,3 +228,15 @@ def refuse_trainable(x: Tensor, rank: int, what: str) -> CrossRankAccess:
         "make the model inside the program, so that every rank has its own (a seed makes them alike)",
         rank=rank,
     )
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Every tensor in nested dicts, lists and tuples."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)

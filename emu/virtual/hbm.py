@@ -183,12 +183,16 @@ class Ledger:
         places = ", ".join(
             f"{human(n)} of {category} in {place or 'code outside any module'}" for n, category, place in largest
         )
-        cure = {
-            "parameters": "shard parameters (ZeRO-3, tensor or pipeline parallelism)",
-            "gradients": "shard gradients (ZeRO-2)",
-            "optimizer": "shard optimizer states (ZeRO-1)",
-            "activations": "use a smaller micro-batch, or activation checkpointing",
-        }.get(next(iter(kinds), ""), "free tensors that are no longer needed")
+        cure = (
+            "cut the tensor over ranks: it is larger than the device"
+            if size > capacity
+            else {
+                "parameters": "shard parameters (ZeRO-3, tensor or pipeline parallelism)",
+                "gradients": "shard gradients (ZeRO-2)",
+                "optimizer": "shard optimizer states (ZeRO-1)",
+                "activations": "use a smaller micro-batch, or activation checkpointing",
+            }.get(next(iter(kinds), ""), "free tensors that are no longer needed")
+        )
         return VirtualOutOfMemory(
             f"rank {self.rank} is out of memory{' in ' + scope if scope else ''}: {human(size)} more do not "
             f"fit, {human(free)} of {human(capacity)} are free\n  it holds {held}\n  most of it: {places or 'nothing'}",

@@ -5,7 +5,9 @@ They serve the rank whose thread calls, and do nothing on any other thread.
 
 from __future__ import annotations
 
+import functools
 import threading
+from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -20,6 +22,9 @@ _MODE_FLAGS = [
     name for name in vars(_python_dispatch) if name.startswith("_is_in_") and name.endswith(("mode", "internals"))
 ]
 _here = threading.local()  # .tracker: the Tracker of the rank whose thread this is
+
+
+_HOST_READS = ("tolist", "numpy", "__repr__")  # ways to a tensor's values that are no operators
 
 
 def set_tracker(tracker: Tracker | None) -> None:
@@ -64,6 +69,11 @@ class TorchHooks:
         torch.UntypedStorage.resize_ = _resize  # type: ignore[method-assign,assignment]
         undo.callback(delattr, torch.UntypedStorage, "clone")  # what it inherits shows again
         torch.UntypedStorage.clone = _clone  # type: ignore[method-assign]
+        for name in _HOST_READS:
+            undo.callback(_restore, Tensor, name, vars(Tensor).get(name))
+            setattr(Tensor, name, _host_read(name, getattr(Tensor, name)))
+        undo.callback(setattr, torch, "load", torch.load)
+        torch.load = _loading(torch.load)
         for flag in _MODE_FLAGS:  # torch puts them back in order of nesting, which ranks do not keep
             undo.callback(setattr, _python_dispatch, flag, getattr(_python_dispatch, flag))
         for handle in (
@@ -79,7 +89,10 @@ class TorchHooks:
 
 
 def _before_forward(module: Any, _: Any) -> None:
-    if (tracker := _tracker()) is not None and tracker.names.enter(module):
+    if (tracker := _tracker()) is None:
+        return
+    tracker.stepping = False  # inside a step this is a closure's forward; after one that raised, torch told nobody
+    if tracker.names.enter(module):
         tracker.watch(module, "")
 
 
@@ -135,3 +148,52 @@ def _clone(storage: Any) -> Any:
     fresh = type(storage)(storage.nbytes(), device=storage.device)
     tracker.resized(fresh)
     return fresh.copy_(storage)
+
+
+def _restore(owner: Any, name: str, own: Any) -> None:
+    if own is None:
+        delattr(owner, name)  # what it inherits shows again
+    else:
+        setattr(owner, name, own)
+
+
+def _host_read(name: str, read: Any) -> Any:
+    @functools.wraps(read)
+    def reading(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if (tracker := _tracker()) is not None:
+            tracker.host_reads(self, name.strip("_"))
+        return read(self, *args, **kwargs)
+
+    return reading
+
+
+def _loading(load: Any) -> Any:
+    """What a rank loads is its own, though no operator tells of it."""
+
+    @functools.wraps(load)
+    def loading(*args: Any, **kwargs: Any) -> Any:
+        loaded = load(*args, **kwargs)
+        if (tracker := _tracker()) is not None:
+            for storage in _storages(loaded):
+                if getattr(storage, "_emu", None) is None:
+                    tracker.resized(storage)
+        return loaded
+
+    return loading
+
+
+def _storages(value: Any) -> Iterator[Any]:
+    if isinstance(value, Tensor):
+        if value.layout is torch.strided:
+            yield value.untyped_storage()
+    elif isinstance(value, torch.UntypedStorage):
+        yield value
+    elif isinstance(value, torch.TypedStorage):
+        yield value._untyped_storage
+    elif isinstance(value, nn_module.Module):
+        yield from _storages([*value.parameters(), *value.buffers()])
+    elif isinstance(value, dict):
+        yield from _storages(list(value.values()))
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _storages(item)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import gc
+import inspect
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
+from emu.spmd.errors import EmuError, MeshError
 from emu.spmd.mesh import Mesh
 from emu.spmd.rank import Rank
 from emu.trace.trace import Trace
@@ -15,10 +18,12 @@ from emu.virtual.clock import Clock
 from emu.virtual.device import VirtualDevice
 from emu.virtual.hooks import TorchHooks, set_tracker
 from emu.virtual.rendezvous import Rendezvous
-from emu.virtual.scheduler import Scheduler
+from emu.virtual.scheduler import RANK, Scheduler
 from emu.virtual.tracker import Tracker
 
 Program = Callable[..., Any]
+MOST_RANKS = 4096  # threads that one process carries well
+_one_at_a_time = threading.Lock()  # a launch exchanges what the process has one of: generators, dtype, hooks
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,11 @@ def run_virtual(
     Raises:
         whatever the first rank to fail raised, with a note that names the rank; all others are ended first.
     """
+    if mesh.size > MOST_RANKS:
+        raise MeshError(
+            f"the mesh {mesh} has {mesh.size} ranks; {MOST_RANKS} is the most that are run one by one",
+            "run a smaller mesh of the same form",
+        )
     scheduler = Scheduler(mesh.size, order)
     meeting_place = rendezvous(scheduler)
     devices = [VirtualDevice(rank, capacity_bytes, meeting_place, meta) for rank in range(mesh.size)]
@@ -75,7 +85,23 @@ def run_virtual(
                 device.clock = Clock(scheduler, rank, seconds)
             stack.enter_context(within(me))
             try:
-                results[rank] = program(me, *args)
+                results[rank] = result = program(me, *args)
+                if inspect.isgenerator(result) or inspect.iscoroutine(result):
+                    raise EmuError(
+                        "the program is a generator or a coroutine: calling it runs nothing", "write a plain function"
+                    )
+                device.hands_over(result)
+            except NotImplementedError as error:
+                if "Cannot access storage" not in str(error):
+                    raise
+                raise EmuError(
+                    f"rank {rank}: a sparse tensor has no storage that could be accounted for",
+                    "use a dense one (sparse=False, x.to_dense()), or launch with track=False",
+                ) from error
+            except SystemExit as error:
+                raise EmuError(
+                    f"rank {rank} called sys.exit({error.code!r})", "let the program return instead"
+                ) from error
             except Exception as error:
                 with suppress(AttributeError, TypeError):  # exceptions may be frozen
                     error.emu_rank = rank  # type: ignore[attr-defined]
@@ -86,17 +112,21 @@ def run_virtual(
 
     # Garbage cycles would be freed at moments that depend on the process's history; the record must not.
     collecting = gc.isenabled()
-    gc.disable()
-    try:
-        with TorchHooks():
-            scheduler.run(body)
-        meeting_place.close()
-    finally:
-        for device in devices:
-            device.ledger.closed = True
-            device.tracker = None
-            device.clock = None
-        if collecting:
-            gc.enable()
+    inside = threading.current_thread().name.startswith(
+        RANK
+    )  # launched by a rank, which holds the outer launch's baton
+    with nullcontext() if inside else _one_at_a_time:
+        gc.disable()
+        try:
+            with TorchHooks():
+                scheduler.run(body)
+            meeting_place.close()
+        finally:
+            for device in devices:
+                device.ledger.closed = True
+                device.tracker = None
+                device.clock = None
+            if collecting:
+                gc.enable()
     events = {device.rank: device.events for device in devices}
     return VirtualRun(results, Trace(dict(mesh.axes), events), [d.ledger.peak_bytes for d in devices])

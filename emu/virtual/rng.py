@@ -1,4 +1,4 @@
-"""The process-wide random generators' state (torch, random, numpy), kept per rank.
+"""What a process has one of and every rank needs its own: random generators (torch, random, numpy), the default dtype.
 
 A hand-over between ranks exchanges all of it, so it is made cheap: numpy's generator is exchanged, not copied, and
 Python's is copied as memory where its layout is the known one.
@@ -30,16 +30,17 @@ _AS_MEMORY = _layout_is_known()
 
 
 class RandomState:
-    """What the global generators hold for one rank, or for the process outside of a launch.
+    """What they hold for one rank, or for the process outside of a launch.
 
-    Every rank starts as a fresh process does: torch with its default seed, alike on every rank; random and numpy, which
-    a process seeds from chance, with the rank's number.
+    A fresh process seeds its generators from chance, so no two ranks of a real run draw alike; here every rank has a seed
+    of its own instead, and the same one every time. A model that nobody seeds differs between ranks, as it would there.
     """
 
-    __slots__ = ("_gauss", "_mark", "_numpy", "_python", "_torch", "_watched")
+    __slots__ = ("_dtype", "_gauss", "_mark", "_numpy", "_python", "_torch", "_watched")
 
     def __init__(self, rank: int | None = None) -> None:
-        self._torch = torch.Generator().get_state() if rank is not None else torch.default_generator.get_state()
+        self._torch = torch.default_generator.get_state() if rank is None else _seeded(rank)
+        self._dtype = torch.get_default_dtype()
         self._python: Any = None if rank is None else random.Random(rank).getstate()
         self._numpy: Any = None if rank is None else _numpy_random().MT19937(rank)
         self._gauss: Any = None  # its whole state, if it holds the second half of a pair of normal values
@@ -50,6 +51,7 @@ class RandomState:
 
     def save(self) -> None:
         self._torch = torch.default_generator.get_state()
+        self._dtype = torch.get_default_dtype()
         self._python = (ctypes.string_at(_ADDRESS, _BYTES), _python.gauss_next) if _AS_MEMORY else _python.getstate()
         numpy = _numpy_random()
         bits = numpy.get_bit_generator()
@@ -62,6 +64,8 @@ class RandomState:
 
     def restore(self) -> None:
         torch.default_generator.set_state(self._torch)
+        if torch.get_default_dtype() is not self._dtype:
+            torch.set_default_dtype(self._dtype)
         if len(self._python) == 2:
             words, _python.gauss_next = self._python
             ctypes.memmove(_ADDRESS, words, _BYTES)
@@ -72,6 +76,10 @@ class RandomState:
         if self._gauss is not None:
             numpy.set_state(self._gauss)
         self._mark = [word.value for word in self._watched]
+
+
+def _seeded(rank: int) -> torch.Tensor:
+    return torch.Generator().manual_seed(1_000_003 * (rank + 1)).get_state()
 
 
 def _numpy_random() -> Any:

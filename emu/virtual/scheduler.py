@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from emu.spmd.errors import EmuError
 from emu.virtual.rng import RandomState
 
-PREEMPT_ODDS = 0.05  # chance that a seeded order hands over before an op
+RANK = "emu rank "  # what a rank's thread is called
+PREEMPT_ODDS = 0.5  # chance that a seeded order hands over before a communication
 PATIENCE_S = 0.2  # how long an interrupted rank may take to notice before it is told again
 
 
@@ -62,7 +63,7 @@ class Scheduler:
             raise EmuError(f"there is no order {order!r}", 'use "program", "time", or a whole number as a seed')
         self.threads = [Thread(rank) for rank in range(n)]
         self.order = order
-        self.preempts = order != "program"  # whether the hook before an op has anything to do
+        self.observer: Callable[[int], None] | None = None  # called with the rank before every op
         self.ending = False
         self.failure: tuple[int, BaseException] | None = None
         self.describe: Callable[[list[Thread]], EmuError] = lambda threads: EmuError("deadlock")
@@ -78,7 +79,7 @@ class Scheduler:
         try:
             for thread in self.threads:
                 thread.worker = threading.Thread(
-                    target=self._main, args=(thread, body), name=f"rank {thread.rank}", daemon=True
+                    target=self._main, args=(thread, body), name=f"{RANK}{thread.rank}", daemon=True
                 )
                 thread.worker.start()
             self._pass_on(self._next())
@@ -178,10 +179,20 @@ class Scheduler:
         self._runnable.append(thread.rank)
 
     def before_op(self, rank: int) -> None:
-        """The hook before every op: ends the rank if the run is ending, and lets the order have its way."""
+        """The hook before every op and communication: ends the rank if the run is ending, and lets an observer look."""
         if self.ending:
             raise Abort
-        if not self.preempts or not self._runnable:
+        if self.observer is not None:
+            self.observer(rank)
+
+    def before_communication(self, rank: int) -> None:
+        """The hook before every communication, where the order may let another rank go first.
+
+        Not before every op: an op may run inside a lock of the process (autocast's cache, logging, an import), and the
+        next rank would wait for that lock with the baton in hand. What ranks can notice of each other is communication.
+        """
+        self.before_op(rank)
+        if self.order == "program" or not self._runnable:
             return
         if self._chance is not None:
             if self._chance.random() >= PREEMPT_ODDS:

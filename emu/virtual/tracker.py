@@ -5,6 +5,7 @@ One dispatch mode per rank thread, below autograd. This is the hot path: an op c
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from emu.spmd.errors import CrossRankAccess, VirtualOutOfMemory
+from emu.spmd.errors import CrossRankAccess, EmuError, VirtualOutOfMemory
 from emu.trace.events import Kernel
 from emu.trace.ops import Op, default_work, op_of
 from emu.virtual.device import VirtualDevice, refuse_trainable
@@ -56,9 +57,12 @@ class Tracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         scheduler = self._scheduler
-        if scheduler.preempts or scheduler.ending:
+        if scheduler.ending or scheduler.observer is not None:
             scheduler.before_op(self.device.rank)
         op = op_of(func)
+        if op.composite:  # seen whole only in inference mode; what it is made of is what runs
+            with self:
+                return func.decompose(*args, **(kwargs or {}))
         ledger = self._ledger
         if self._meta:
             if only_moves(op, args, kwargs):
@@ -95,7 +99,12 @@ class Tracker(TorchDispatchMode):
 
         if op.resizes:
             self._before_resize(args)
-        out = op.call(*args, **kwargs) if kwargs else op.call(*args)
+        try:
+            out = op.call(*args, **kwargs) if kwargs else op.call(*args)
+        except RuntimeError as error:
+            if "DefaultCPUAllocator" in str(error):
+                self._no_host_memory(error)
+            raise
         if op.views and (self._backward or _node() is None):
             return out  # nothing runs, and nothing new lives
 
@@ -165,6 +174,27 @@ class Tracker(TorchDispatchMode):
                 device.clock.kernel(event)
         return out
 
+    def _no_host_memory(self, error: RuntimeError) -> None:
+        """torch found no memory for a tensor: too large for the device, or for the machine that stands in for it."""
+        size = int((re.search(r"allocate (\d+) bytes", str(error)) or [0, 0])[1])
+        self._ledger.make_room(size, self.names.scope)
+        raise EmuError(
+            f"rank {self.device.rank}: a tensor of {size:,} bytes fits the virtual device, but not this machine's memory",
+            "run the program on shapes alone: backend='shape'; or make it smaller",
+        ) from error
+
+    def host_reads(self, t: Tensor, what: str) -> None:
+        """The host looks at a tensor's values by a way that is no operator."""
+        if t.is_meta or t.layout is not torch.strided:
+            return
+        block = getattr(t.untyped_storage(), "_emu", None)
+        if block is None or block.ledger is not self._ledger:
+            self.foreign(t, False, what)
+            return
+        if self.device.many_streams:
+            check_use(self.device, block, self.device.stream_now, t, False, what, _Line())
+        self.device.host_wait(self.device.stream_now, what)
+
     # Whose tensor is it?
 
     def foreign(self, t: Tensor, writes: bool, what: str) -> Block | None:
@@ -203,9 +233,10 @@ class Tracker(TorchDispatchMode):
             return
         block.watched = True
         self._ledger.recategorise(block, "parameters", scope)
-        if parameter.requires_grad and parameter.is_leaf and not hasattr(parameter, "_emu_watched"):
+        # Its own id, since copies inherit attributes but not hooks.
+        if parameter.requires_grad and parameter.is_leaf and getattr(parameter, "_emu_watched", 0) != id(parameter):
             reference = weakref.ref(self)
-            parameter._emu_watched = True  # type: ignore[attr-defined]
+            parameter._emu_watched = id(parameter)  # type: ignore[attr-defined]
             parameter.register_post_accumulate_grad_hook(lambda p: _gradient(reference(), p))
 
     def watch(self, module: nn.Module, name: str) -> None:

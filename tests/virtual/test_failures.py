@@ -197,7 +197,6 @@ ERRORS = [
     KeyError("k"),
     Odd(1, 2),
     Frozen(3),
-    SystemExit(4),
     ZeroDivisionError(),
     StopIteration(5),
 ]

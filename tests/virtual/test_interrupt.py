@@ -135,7 +135,7 @@ def test_an_interrupt_while_ranks_are_being_started(monkeypatch):
     started = []
 
     def interrupted(self):
-        if self.name.startswith("rank "):
+        if self.name.startswith(scheduler.RANK):
             started.append(self)
             if len(started) == 3:
                 raise KeyboardInterrupt
