@@ -8,6 +8,7 @@ backward; that a fused backward computes scores again is a property of the kerne
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -70,7 +71,9 @@ class Op:
         self.host_reads = packet in HOST_READS
         self.resizes = packet is aten.resize_
         self.views = all(views) and bool(views) and not any(written) and not lifts
-        self.count: Callable[[Sequence[Any], Sequence[Tensor]], Work] | None = COUNTS.get(packet)
+        self.count: Callable[[Sequence[Any], Sequence[Tensor]], Work] | None = COUNTS.get(packet) or (
+            _foreach if self.name.startswith("_foreach_") else None
+        )
 
 
 def op_of(func: Any) -> Op:
@@ -175,20 +178,35 @@ def _copy(args: Sequence[Any], outs: Sequence[Tensor]) -> Work:
 
 
 def _convert(args: Sequence[Any], outs: Sequence[Tensor]) -> Work:
-    return Work(0, sum(t.nbytes for t in args if isinstance(t, Tensor)) + sum(t.nbytes for t in outs), ())
+    return Work(0, _touched(args, outs), ())
 
 
-def _registered(packet: Any) -> Callable[[Sequence[Any], Sequence[Tensor]], Work]:
-    """torch's own formula, for operators that have one there (convolutions)."""
+def _convolution(args: Sequence[Any], outs: Sequence[Tensor]) -> Work:
+    x, weight = args[:2]
+    return Work(_products(x, weight, outs[0], args[6]), _touched(args, outs), ())
 
-    def count(args: Sequence[Any], outs: Sequence[Tensor]) -> Work:
-        from torch.utils.flop_counter import flop_registry
 
-        touched = [t for t in args if isinstance(t, Tensor)]
-        out_val = outs[0] if len(outs) == 1 else tuple(outs)
-        return Work(int(flop_registry[packet](*args, out_val=out_val)), default_work(touched, outs).bytes, ())
+def _convolution_backward(args: Sequence[Any], outs: Sequence[Tensor]) -> Work:
+    """A convolution each for the gradient of the input and of the weight, where they are asked for."""
+    grad, x, weight = args[:3]
+    wanted = sum(map(bool, args[10][:2]))
+    return Work(wanted * _products(x, weight, grad, args[7]), _touched(args, outs), ())
 
-    return count
+
+def _products(x: Tensor, weight: Tensor, out: Tensor, transposed: bool) -> int:
+    """Every output (of a transposed convolution: input) element is one product with a filter."""
+    return 2 * (x if transposed else out).numel() * prod(weight.shape[1:])
+
+
+def _foreach(args: Sequence[Any], outs: Sequence[Tensor]) -> Work:
+    """One kernel over lists of tensors; in place, what it reads first is what it writes."""
+    first = list(args[0])
+    return Work(sum(t.numel() for t in first), _touched(args, list(outs) or first), ())
+
+
+def _touched(args: Sequence[Any], outs: Sequence[Tensor]) -> int:
+    flat = [t for a in args for t in (a if isinstance(a, (list, tuple)) else (a,)) if isinstance(t, Tensor)]
+    return sum(t.nbytes for t in (*flat, *outs))
 
 
 FILLS = (
@@ -209,5 +227,7 @@ COUNTS: dict[Any, Callable[[Sequence[Any], Sequence[Tensor]], Work]] = {
     **dict.fromkeys(FILLS, _fill),
     aten.copy_: _copy,
     **dict.fromkeys((aten.clone, aten._to_copy, aten.cat, aten.stack), _convert),
-    aten.convolution: _registered(aten.convolution),
+    aten.addbmm: lambda args, outs: _matmul(args[1], args[2], outs[0], args[0].nbytes),
+    aten.convolution: _convolution,
+    aten.convolution_backward: _convolution_backward,
 }
