@@ -169,3 +169,62 @@ def test_a_batch_without_a_label_that_counts_is_refused():
         emu.launch(data_parallel, emu.Mesh(dp=2), args=(SMALL, nothing))
     with pytest.raises(emu.EmuError, match="no tokens"):
         emu.launch(lambda rank: sum_gradients(torch.nn.Linear(1, 1), rank.group("dp"), 0), emu.Mesh(dp=1))
+
+
+# What newcomers pass.
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (lambda m: emu.verify(m, emu.Mesh(dp=2)), r"the plan is a Mesh\n.*emu.Plan\(mesh\)"),
+        (lambda m: emu.verify(m, "dp=2"), r'the plan is a str\n.*emu.Plan\("dp=2"\)'),
+        (lambda m: emu.verify(m, None), r"the plan is a NoneType\n"),
+        (lambda m: emu.verify("gpt-tiny", emu.Plan()), r"the model is a str, not a module\n.*loss_sum\(x, y\)"),
+        (lambda m: emu.verify(programs.GPT, emu.Plan()), r"cannot be called without arguments.*\n.*pass lambda: "),
+        (lambda m: emu.verify(lambda: 3, emu.Plan()), "the model is a int, not a module"),
+        (lambda m: emu.verify(m, emu.Plan(), 3), r"the batch is a int\n.*the tuple \(x, y\)"),
+        (lambda m: emu.verify(m, emu.Plan(), (torch.ones(2),)), "the batch is a tuple of 1"),
+        (lambda m: emu.verify(m, emu.Plan(), ([1], [2])), "x of a batch is a list"),
+        (lambda m: emu.Batch(torch.tensor(1), torch.tensor(1)), "x of a batch is a tensor without dimensions"),
+        (lambda m: batch(SMALL, 4).shard(0, "dp"), r"the rank is a int \(0\)\n.*program\(rank\)"),
+        (lambda m: emu.DataParallel(m, 0, "dp"), r"the rank is a int \(0\)"),
+        (lambda m: emu.parallelize(m, emu.Plan(), 0), "the rank is a int"),
+    ],
+)
+def test_what_is_not_what_it_should_be_is_told(wrong, says):
+    with pytest.raises(emu.EmuError, match=says) as error:
+        wrong(programs.GPT(SMALL, seed=0))
+    assert error.value.hint
+
+
+def test_a_tuple_is_a_batch():
+    data = batch(SMALL, 4)
+    plan = emu.Plan("dp=2")
+    a, b = (emu.verify(programs.GPT(SMALL, seed=0), plan, d, mutants="none") for d in (data, (data.x, data.y)))
+    assert a and b and a == b
+
+
+def one_rank(use):
+    return emu.launch(lambda rank: use(rank), emu.Mesh(dp=1)).results[0]
+
+
+def test_a_parallel_model_has_parameters_and_says_that_it_is_no_module():
+    model = programs.GPT(SMALL, seed=0)
+    ddp = one_rank(lambda rank: emu.parallelize(programs.GPT(SMALL, seed=0), emu.Plan("dp=1"), rank))
+    assert [p.shape for p in ddp.parameters()] == [p.shape for p in model.parameters()]
+    assert [n for n, _ in ddp.named_parameters()] == [n for n, _ in model.named_parameters()]
+    assert "no module" in repr(ddp) and ".model is the module" in repr(ddp) and "'dp'" in repr(ddp)
+    with pytest.raises(AttributeError, match=r"no 'state_dict'; it is no module.*\.model\.state_dict"):
+        _ = ddp.state_dict
+    with pytest.raises(AttributeError, match=r"no 'nonsense'$"):
+        _ = ddp.nonsense
+    with pytest.raises(emu.EmuError, match=r"cannot be called\n.*\.backward\(batch\)"):
+        ddp(1)
+
+
+def test_a_plan_for_another_mesh_is_refused():
+    with pytest.raises(
+        emu.EmuError, match=r"the plan is for mesh dp=2, but the program runs on dp=1\n.*mesh_of\(plan\)"
+    ):
+        one_rank(lambda rank: emu.parallelize(programs.GPT(SMALL, seed=0), emu.Plan("dp=2"), rank))

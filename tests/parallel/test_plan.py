@@ -48,3 +48,14 @@ def test_a_plan_makes_its_mesh():
     assert mesh_of(emu.Plan("")).size == 1
     with pytest.raises(emu.EmuError, match="9 ranks, but h100-8 has 8 devices"):
         mesh_of(emu.Plan("dp=9"), emu.cluster("h100-8"))
+
+
+def test_a_plan_takes_the_axes_of_a_mesh():
+    assert emu.Plan(mesh=emu.Mesh(dp=4)) == emu.Plan("dp=4")
+    assert emu.Plan(emu.Mesh()).axes() == {}
+    with pytest.raises(PlanError, match="no strategy for axis 'tp'"):
+        emu.Plan(emu.Mesh(dp=2, tp=2))
+    for wrong in (4, None, {"dp": 4}):
+        with pytest.raises(PlanError, match=r"mesh=.* is a .*\n.*emu.Plan\(\"dp=8\"\)") as error:
+            emu.Plan(wrong)
+        assert error.value.field == "mesh"
