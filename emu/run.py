@@ -2,40 +2,28 @@
 
 from __future__ import annotations
 
-import io
-import json
 import os
-import tempfile
-import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any, cast
 
 import torch
 
 from emu.cost import LAUNCH_MODES, Metrics, Timeline, collective_s, kernel_s, price, transfer_s
 from emu.equivalence import Verdict, check
-from emu.hardware import Cluster, HardwareError, cluster
+from emu.hardware import Cluster, cluster
 from emu.real.launch import launch_real, under_torchrun
+from emu.runfiles import NO_MEMORY, read, write
 from emu.spmd import EmuError, Mesh, Precision
 from emu.trace.events import Collective, Kernel
-from emu.trace.files import TraceError, dumps, loads
 from emu.trace.memory import Memory
 from emu.trace.trace import Trace
 from emu.view.notebook import attach
 from emu.virtual.launch import Program, run_virtual
 
 BACKENDS = ("auto", "virtual", "shape", "real")
-NO_MEMORY = {  # why a run has no record of its memory, and what to do about it
-    "real": (
-        "the memory of real devices is not recorded",
-        'launch it with backend="virtual" to see it, or ask torch: torch.cuda.max_memory_allocated()',
-    ),
-    "untracked": ("this run was not tracked, so its memory was not recorded", "launch it with track=True"),
-}
 
 
 def launch(
@@ -48,6 +36,7 @@ def launch(
     launch_mode: str = "eager",
     track: bool = True,
     args: Sequence[Any] = (),
+    ranks: Sequence[int] | None = None,
 ) -> Run:
     """Runs `program(rank, *args)` on every rank of a mesh.
 
@@ -59,6 +48,7 @@ def launch(
         order: which virtual rank runs when several can: "program", "time" (earliest virtual time), or a seed.
         launch_mode: how kernels are launched when the run is priced: "eager", "compiled" or "graph".
         track: whether kernels, memory and races are accounted for; communication always is.
+        ranks: with backend="shape", the ranks that run; groups know the others, which do their part in time.
 
     Raises:
         EmuError: a wrong argument; MeshError: more ranks than devices or processes; VirtualOutOfMemory, Deadlock,
@@ -84,6 +74,8 @@ def launch(
     roles = Precision.preset(precision) if precision is not None else None
     with _default_dtype(roles):
         if backend == "real":
+            if ranks is not None:
+                raise EmuError("every real rank runs", 'leave ranks out, or use backend="shape"')
             real = launch_real(program, mesh, args, track)
             results: Mapping[int, Any] | list[Any] = {real.rank: real.result}
             return Run(program, mesh, where, results, real.trace, launch_mode, args, real.gather, "real")
@@ -95,10 +87,12 @@ def launch(
             meta=backend == "shape",
             track=track,
             args=args,
+            ranks=ranks,
             seconds=_seconds(where) if order == "time" else None,
         )
     untracked = None if track else "untracked"
-    return Run(program, mesh, where, virtual.results, virtual.trace, launch_mode, args, no_memory=untracked)
+    results = virtual.results if ranks is None else dict(zip(virtual.trace.ranks, virtual.results))
+    return Run(program, mesh, where, results, virtual.trace, launch_mode, args, no_memory=untracked)
 
 
 class Run:
@@ -234,41 +228,13 @@ class Run:
     def __repr__(self) -> str:
         return f"Run({self.mesh}, {len(self.trace)} events on {self.cluster.name})"
 
-    # Files: a zip of plain text and safetensors, in which nothing can be executed.
-
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes results, trace and mesh to a file, whole or not at all.
 
         Raises:
             EmuError: a result of a type that cannot be written, or a place where no file can be.
         """
-        from safetensors.torch import save
-
-        from emu.real.results import encode
-
-        tensors: list[torch.Tensor] = []
-        results = encode(dict(self.results) if isinstance(self.results, Mapping) else list(self.results), tensors)
-        head = {
-            "format": "emu run 1",
-            "axes": dict(self.mesh.axes),
-            "folds": {axis: n for axis, n in self.mesh.folds.items() if axis != "edp"},
-            "cluster": self.cluster.name,
-            "nodes": self.cluster.nodes,
-            "launch_mode": self.launch_mode,
-            "no_memory": self._no_memory,
-            "results": results,
-        }
-        blob = io.BytesIO()
-        with zipfile.ZipFile(blob, "w", zipfile.ZIP_DEFLATED) as archive:
-            archive.writestr("run.json", json.dumps(head))
-            archive.writestr("trace.jsonl", dumps(self.trace))
-            archive.writestr(
-                "results.safetensors", save({str(i): t.contiguous().clone() for i, t in enumerate(tensors)})
-            )
-        try:
-            _write_whole(Path(path), blob.getvalue())
-        except OSError as error:
-            raise EmuError(f"{path} cannot be written: {error}", "name a file in a folder that exists") from error
+        write(self, path)
 
     @staticmethod
     def load(path: str | os.PathLike[str], on: Cluster | None = None) -> Run:
@@ -280,57 +246,11 @@ class Run:
         Raises:
             EmuError: a file that is missing, damaged, or no saved run.
         """
-        from safetensors.torch import load
-
-        from emu.real.results import decode
-
-        try:
-            with zipfile.ZipFile(path) as archive:
-                head = json.loads(archive.read("run.json"))
-                trace = loads(archive.read("trace.jsonl"))
-                stored = load(archive.read("results.safetensors"))
-            if head["format"] != "emu run 1":
-                raise ValueError(f"its format is {head['format']!r}")
-            mesh = Mesh(**head["axes"], **head["folds"])
-            results = decode(head["results"], [stored[str(i)] for i in range(len(stored))])
-            if head["launch_mode"] not in LAUNCH_MODES:
-                raise ValueError(f"its launch mode is {head['launch_mode']!r}")
-            if not isinstance(results, dict) and (not isinstance(results, list) or len(results) != mesh.size):
-                raise ValueError(f"it does not hold {mesh.size} results")
-            no_memory = head.get("no_memory")
-            if no_memory is not None and no_memory not in NO_MEMORY:
-                raise ValueError(f"it says {no_memory!r} of its memory")
-            where = on if on is not None else _named_cluster(head["cluster"], head["nodes"])
-        except (OSError, zipfile.BadZipFile, KeyError, ValueError, TypeError, TraceError, HardwareError) as error:
-            known = isinstance(error, HardwareError)
-            cure = (
-                "pass the cluster it ran on: Run.load(path, on=cluster)"
-                if known
-                else "save it again with run.save(path)"
-            )
-            raise EmuError(f"{path} cannot be read as a saved run: {error}", cure) from error
-        except Exception as error:  # safetensors' own error type
-            raise EmuError(f"{path} is damaged: {error}", "save it again with run.save(path)") from error
-        return Run(None, mesh, where, results, trace, head["launch_mode"], no_memory=no_memory)
+        mesh, where, results, trace, launch_mode, no_memory = read(path, on)
+        return Run(None, mesh, where, results, trace, launch_mode, no_memory=no_memory)
 
 
 attach(Run)
-
-
-def _write_whole(target: Path, content: bytes) -> None:
-    """Writes beside the target first, so that the target is there whole or as it was."""
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".emu-") as folder:
-        written = Path(folder) / target.name
-        written.write_bytes(content)
-        os.replace(written, target)
-
-
-def _named_cluster(name: str, nodes: int) -> Cluster:
-    try:
-        found = cluster(name)
-    except HardwareError:
-        found = None
-    return found if found is not None and found.nodes == nodes else cluster(name, nodes=nodes)
 
 
 def _seconds(where: Cluster) -> Callable[[Any], float]:

@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from emu.virtual.scheduler import Thread
 
 
-def deadlock(threads: list[Thread]) -> EmuError:
+def deadlock(threads: dict[int, Thread]) -> EmuError:
     """Nobody can go on: who waits for whom, and in what."""
-    stuck = {t.rank: t.waiting.missing() for t in threads if t.waiting is not None}
+    stuck = {t.rank: t.waiting.missing() for t in threads.values() if t.waiting is not None}
     left = sorted({r for missing in stuck.values() for r in missing if threads[r].done})
     lines = []
-    for t in threads:
+    for t in threads.values():
         if t.waiting is None:
             continue
         here = [r for r in stuck[t.rank] if not threads[r].done]

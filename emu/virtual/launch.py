@@ -28,7 +28,7 @@ _one_at_a_time = threading.Lock()  # a launch exchanges what the process has one
 
 @dataclass(frozen=True)
 class VirtualRun:
-    """What came out: results and peak memory (requested bytes) by rank, and the trace."""
+    """What came out: results and peak memory (requested bytes) of the ranks that ran, in order, and the trace."""
 
     results: list[Any]
     trace: Trace
@@ -44,6 +44,7 @@ def run_virtual(
     meta: bool = False,
     track: bool = True,
     args: Sequence[Any] = (),
+    ranks: Sequence[int] | None = None,
     within: Callable[[Rank], AbstractContextManager[Any]] = lambda rank: nullcontext(),
     rendezvous: Callable[[Scheduler], Rendezvous] = Rendezvous,
     seconds: Callable[[Any], float] | None = None,
@@ -55,6 +56,8 @@ def run_virtual(
         order: which rank runs when several can: "program", "time", or a seed.
         meta: shapes only.
         track: whether to account for kernels, memory and races; without it only communication is recorded.
+        ranks: those that run, all by default; the others are symbolic: groups know them, and they are taken to do their
+            part of every communication in time. They have no values, so it takes meta.
         within: entered around each rank's program, on its thread.
         rendezvous: how the ranks' communications are carried out.
         seconds: for order="time": what a kernel, collective or transfer lasts.
@@ -62,15 +65,11 @@ def run_virtual(
     Raises:
         whatever the first rank to fail raised, with a note that names the rank; all others are ended first.
     """
-    if mesh.size > MOST_RANKS:
-        raise MeshError(
-            f"the mesh {mesh} has {mesh.size} ranks; {MOST_RANKS} is the most that are run one by one",
-            "run a smaller mesh of the same form",
-        )
-    scheduler = Scheduler(mesh.size, order)
+    running = _running(mesh, ranks, meta)
+    scheduler = Scheduler(running, order)
     meeting_place = rendezvous(scheduler)
-    devices = [VirtualDevice(rank, capacity_bytes, meeting_place, meta) for rank in range(mesh.size)]
-    results: list[Any] = [None] * mesh.size
+    devices = {rank: VirtualDevice(rank, capacity_bytes, meeting_place, meta) for rank in running}
+    results: dict[int, Any] = {}
 
     def body(rank: int) -> None:
         device = devices[rank]
@@ -122,11 +121,29 @@ def run_virtual(
                 scheduler.run(body)
             meeting_place.close()
         finally:
-            for device in devices:
+            for device in devices.values():
                 device.ledger.closed = True
                 device.tracker = None
                 device.clock = None
             if collecting:
                 gc.enable()
-    events = {device.rank: device.events for device in devices}
-    return VirtualRun(results, Trace(dict(mesh.axes), events), [d.ledger.peak_bytes for d in devices])
+    trace = Trace(dict(mesh.axes), {rank: device.events for rank, device in devices.items()})
+    return VirtualRun([results[r] for r in running], trace, [d.ledger.peak_bytes for d in devices.values()])
+
+
+def _running(mesh: Mesh, ranks: Sequence[int] | None, meta: bool) -> list[int]:
+    """The ranks that run, in order."""
+    if ranks is not None and not meta:
+        raise EmuError("ranks that do not run have no values to give", 'run some ranks alone only with backend="shape"')
+    if (mesh.size if ranks is None else len(ranks)) > MOST_RANKS:
+        raise MeshError(
+            f"the mesh {mesh} has {mesh.size} ranks; {MOST_RANKS} is the most that are run one by one",
+            'run a smaller mesh of the same form, or a few of its ranks: backend="shape", ranks=[0]',
+        )
+    if ranks is None:
+        return list(range(mesh.size))
+    for rank in ranks:
+        mesh.coords(rank)  # raises for one that the mesh does not have
+    if not ranks:
+        raise EmuError("no rank is to run", "name at least one: ranks=[0]")
+    return sorted(set(ranks))

@@ -26,11 +26,12 @@ if TYPE_CHECKING:
 class Meeting:
     """One collective of one group, from its first arrival to its completion."""
 
-    __slots__ = ("calls", "done", "group", "lines", "seq", "start_s", "waiters")
+    __slots__ = ("calls", "done", "group", "lines", "present", "seq", "start_s", "waiters")
 
-    def __init__(self, group: Group, seq: int) -> None:
+    def __init__(self, group: Group, seq: int, present: list[int]) -> None:
         self.group = group
         self.seq = seq
+        self.present = present  # group ranks that run
         self.calls: dict[int, Call] = {}  # by group rank
         self.lines: dict[int, str] = {}
         self.waiters: list[int] = []  # global ranks to wake
@@ -38,7 +39,7 @@ class Meeting:
         self.start_s = 0.0  # when, by the ranks' clocks, the last of them came
 
     def missing(self) -> list[int]:
-        return [m for i, m in enumerate(self.group.members) if i not in self.calls]
+        return [self.group.members[i] for i in self.present if i not in self.calls]
 
 
 class Half:
@@ -65,6 +66,7 @@ class Rendezvous:
         self.scheduler = scheduler
         self._meetings: dict[tuple[Any, int], Meeting] = {}
         self._halves: dict[tuple[Any, int, int], tuple[deque[Half], deque[Half]]] = {}
+        self._presents: dict[Any, list[int]] = {}
         scheduler.describe = deadlock
 
     def join(self, group: Group, seq: int, call: Call, line: str) -> Meeting:
@@ -76,15 +78,15 @@ class Rendezvous:
         key = (group.key, seq)
         meeting = self._meetings.get(key)
         if meeting is None:
-            meeting = self._meetings[key] = Meeting(group, seq)
+            meeting = self._meetings[key] = Meeting(group, seq, self._present(group))
         else:
             self._agree(meeting, group, call, line)
         meeting.calls[group.rank] = call
         meeting.lines[group.rank] = line
         meeting.start_s = max(meeting.start_s, self.scheduler.threads[group.members[group.rank]].clock_s)
-        if len(meeting.calls) == group.size:
+        if len(meeting.calls) == len(meeting.present):
             del self._meetings[key]
-            calls = [meeting.calls[i] for i in range(group.size)]
+            calls = [meeting.calls[i] for i in meeting.present]
             tensor = next((t for c in calls for t in (c.source, c.target) if t is not None), None)
             if tensor is not None and not tensor.is_meta:
                 with torch.no_grad(), torch._C._DisableTorchDispatch():
@@ -92,6 +94,14 @@ class Rendezvous:
             self._complete(meeting)
             meeting.calls.clear()  # the buffers belong to the ranks again
         return meeting
+
+    def _present(self, group: Group) -> list[int]:
+        """Group ranks that run; the others are symbolic, and taken to do their part in time."""
+        present = self._presents.get(group.key)
+        if present is None:
+            threads = self.scheduler.threads
+            present = self._presents[group.key] = [i for i, m in enumerate(group.members) if m in threads]
+        return present
 
     def post(self, group: Group, message: Message, line: str) -> Half:
         """Posts one half of a message; with both halves there, the data moves.
@@ -105,6 +115,9 @@ class Rendezvous:
         queues = self._halves.setdefault(pair, (deque(), deque()))
         half = Half(message, me, peer, line)
         half.start_s = self.scheduler.threads[me].clock_s
+        if peer not in self.scheduler.threads:  # symbolic: its half is taken for granted
+            half.done = True
+            return half
         mine, theirs = queues if sends else queues[::-1]
         if not theirs:
             mine.append(half)

@@ -9,8 +9,10 @@ from __future__ import annotations
 import ctypes
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+import torch
 
 from emu.spmd.errors import EmuError
 from emu.virtual.rng import RandomState
@@ -54,21 +56,21 @@ class Scheduler:
     """Runs one function per rank, one at a time.
 
     Args:
-        n: number of ranks.
+        ranks: those that run.
         order: "program" (in turn), "time" (earliest virtual clock first), or a seed that fuzzes the interleaving.
     """
 
-    def __init__(self, n: int, order: str | int = "program") -> None:
+    def __init__(self, ranks: Sequence[int], order: str | int = "program") -> None:
         if order not in ("program", "time") and (isinstance(order, bool) or not isinstance(order, int)):
             raise EmuError(f"there is no order {order!r}", 'use "program", "time", or a whole number as a seed')
-        self.threads = [Thread(rank) for rank in range(n)]
+        self.threads = {rank: Thread(rank) for rank in ranks}
         self.order = order
-        self.observer: Callable[[int], None] | None = None  # called with the rank before every op
+        self.hooked = order == "time"  # whether the hook before an op has anything to do
         self.ending = False
         self.failure: tuple[int, BaseException] | None = None
-        self.describe: Callable[[list[Thread]], EmuError] = lambda threads: EmuError("deadlock")
+        self.describe: Callable[[dict[int, Thread]], EmuError] = lambda threads: EmuError("deadlock")
         self._chance = random.Random(order) if isinstance(order, int) else None
-        self._runnable = list(range(n))
+        self._runnable = list(ranks)
         self._finished = threading.Event()
         self._running: Thread | None = None  # who holds the baton
         self._reach = threading.Lock()  # held to send a rank an exception, and to put oneself out of reach
@@ -77,7 +79,7 @@ class Scheduler:
         """Runs body(rank) on every rank until all are done, and re-raises the first failure."""
         before = RandomState()
         try:
-            for thread in self.threads:
+            for thread in self.threads.values():
                 thread.worker = threading.Thread(
                     target=self._main, args=(thread, body), name=f"{RANK}{thread.rank}", daemon=True
                 )
@@ -88,7 +90,7 @@ class Scheduler:
         except BaseException as interrupt:  # Ctrl-C: every rank ends first
             self._end_all(interrupt)
         finally:
-            for thread in self.threads:
+            for thread in self.threads.values():
                 if thread.worker is not None and thread.worker.ident is not None:
                     thread.worker.join()
                 thread.worker = None
@@ -152,7 +154,9 @@ class Scheduler:
                 return
             if running is not None and running.done:
                 return  # it is handing the baton on
-            for thread in self.threads:  # nobody holds the baton: interrupted before the start, or a rank ended halfway
+            for (
+                thread
+            ) in self.threads.values():  # nobody holds the baton: interrupted before the start, or a rank ended halfway
                 alive = thread.worker is not None and thread.worker.ident is not None and thread.worker.is_alive()
                 thread.done = thread.done or not alive
         self._leave()
@@ -179,26 +183,27 @@ class Scheduler:
         self._runnable.append(thread.rank)
 
     def before_op(self, rank: int) -> None:
-        """The hook before every op and communication: ends the rank if the run is ending, and lets an observer look."""
+        """The hook before every op: ends the rank if the run is ending, and hands over to a rank that is behind in time.
+
+        Not while autocast is on: it runs ops inside a lock of the process, for which the next rank would wait, baton in hand.
+        """
         if self.ending:
             raise Abort
-        if self.observer is not None:
-            self.observer(rank)
+        if self.order != "time" or not self._runnable or torch.is_autocast_enabled("cpu"):
+            return
+        if min(self.threads[r].clock_s for r in self._runnable) < self.threads[rank].clock_s:
+            self._hand_over(rank)
 
     def before_communication(self, rank: int) -> None:
-        """The hook before every communication, where the order may let another rank go first.
+        """The hook before every communication, where a seeded order may let another rank go first.
 
-        Not before every op: an op may run inside a lock of the process (autocast's cache, logging, an import), and the
-        next rank would wait for that lock with the baton in hand. What ranks can notice of each other is communication.
+        Ranks can notice nothing else of each other, and an op might run inside a lock (logging's, an import's).
         """
         self.before_op(rank)
-        if self.order == "program" or not self._runnable:
-            return
-        if self._chance is not None:
-            if self._chance.random() >= PREEMPT_ODDS:
-                return
-        elif min(self.threads[r].clock_s for r in self._runnable) >= self.threads[rank].clock_s:
-            return
+        if self._chance is not None and self._runnable and self._chance.random() < PREEMPT_ODDS:
+            self._hand_over(rank)
+
+    def _hand_over(self, rank: int) -> None:
         self._queue(self.threads[rank])
         self._switch(self.threads[rank])
 
@@ -235,7 +240,7 @@ class Scheduler:
 
     def _stuck(self) -> None:
         """Nobody can go on: the error is raised in the first rank that waits, where its program stands."""
-        stuck = [t for t in self.threads if t.waiting is not None]
+        stuck = [t for t in self.threads.values() if t.waiting is not None]
         stuck[0].raise_this = self.describe(self.threads)
         self._queue(stuck[0])
 
@@ -248,8 +253,8 @@ class Scheduler:
         """The rank that holds the baton is done."""
         following = None
         if self.ending:
-            following = next((t.rank for t in self.threads if not t.done), None)
-        elif (following := self._next()) is None and not all(t.done for t in self.threads):
+            following = next((t.rank for t in self.threads.values() if not t.done), None)
+        elif (following := self._next()) is None and not all(t.done for t in self.threads.values()):
             self._stuck()
             following = self._next()
         if following is None:

@@ -57,7 +57,7 @@ class Tracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         scheduler = self._scheduler
-        if scheduler.ending or scheduler.observer is not None:
+        if scheduler.ending or scheduler.hooked:
             scheduler.before_op(self.device.rank)
         op = op_of(func)
         if op.composite:  # seen whole only in inference mode; what it is made of is what runs
