@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import math
+import os
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -97,21 +99,32 @@ def plain(result: Any) -> Any:
 
 def failure_of(error: BaseException) -> Failure:
     """An error as the command reports it: emu's own words and hint, or the user's exception and its line."""
-    from emu.real.lines import line_of
-
     code = FALSE if _out_of_memory(error) else BAD
     if hasattr(error, "format_message"):  # the command line itself is wrong
         return Failure(error.format_message(), "see emu --help")  # type: ignore[attr-defined]
     if hasattr(error, "hint"):
         hint = str(error.hint)  # type: ignore[attr-defined]
         return Failure(getattr(error, "message", str(error).replace(hint, "").strip()), hint, code)
-    line = line_of(error)
+    line = _line_of(error)
     what = f"{type(error).__name__}: {error}" + (f" ({line})" if line else "")
     if code == FALSE:
         return Failure(what, "make the model or the batch smaller, or spread it over more devices", code)
     if isinstance(error, SystemExit):
         return Failure(f"the program ended itself: {what}", "return from the function instead of calling sys.exit")
-    return Failure(what, "the program raised this: mend it at that line" if line else "the program raised this")
+    if not line:
+        return Failure(what, "no line of the program has a part in this: it may be a mistake of emu's own")
+    return Failure(what, "the program raised this: mend it at that line")
+
+
+def _line_of(error: BaseException) -> str:
+    """The user's line that an error came from, e.g. "file.py:12", or "": not emu's, torch's or Python's own."""
+    import torch
+
+    others = tuple(os.path.dirname(os.path.abspath(file)) + os.sep for file in (__file__, torch.__file__, os.__file__))
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not frame.filename.startswith((*others, "<frozen")) and "-packages" + os.sep not in frame.filename:
+            return f"{os.path.basename(frame.filename)}:{frame.lineno}"
+    return ""
 
 
 def _out_of_memory(error: BaseException) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +13,13 @@ import pytest
 
 from emu.cli import main
 
+ROOT = Path(__file__).parents[1]
 PROGRAMS = """
+import os
+from types import SimpleNamespace
 import torch
+from torch.nn.functional import cross_entropy
+print("printed at import")
 
 def step(rank):
     x = torch.full((3,), float(rank))
@@ -38,6 +44,44 @@ def fails(rank):
 
 def module():
     return torch.nn.Linear(2, 2)
+
+def talks(rank):
+    print("printed by rank", rank.id)
+    return {"small": torch.zeros(4, 4), "large": torch.zeros(17), "nan": torch.tensor(float("nan"))}
+
+def exits(rank):
+    raise SystemExit(0)
+
+def one_fails(rank):
+    if rank == 1:
+        raise ValueError("of my own making")
+    rank.group("dp").barrier()
+
+def one_is_full(rank):
+    if rank == 1:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    rank.group("dp").barrier()
+
+def one_dies(rank):
+    if rank == 1:
+        os._exit(7)
+    rank.group("dp").barrier()
+
+class Bigrams(torch.nn.Module):
+    def __init__(self, **config):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = torch.nn.Embedding(11, 11)
+        self.config = SimpleNamespace(**config)
+
+    def loss_sum(self, x, y):
+        return cross_entropy(self.table(x).flatten(0, 1), y.flatten(), reduction="sum")
+
+def bigrams():
+    return Bigrams(vocab=11, seq=6)
+
+def bigrams_of_what():
+    return Bigrams()
 
 number = 3
 """
@@ -67,7 +111,16 @@ def test_verify_says_that_a_right_plan_is_right(capsys):
     code, said = answer(capsys, "verify", "--model", "gpt-tiny", "--mesh", "dp=3", "--global-batch", "4", "--seq", "8")
     assert code == 0 and said["equivalent"] and said["tier"] == "exact"
     assert said["mutants"] > 0 and said["mutants_killed"] + said["mutants_equivalent"] == said["mutants"]
-    keys = {"equivalent", "tier", "max_rel_err", "worst_parameter", "n_parameters", "n_inputs", "mutants", "mutants_killed"}
+    keys = {
+        "equivalent",
+        "tier",
+        "max_rel_err",
+        "worst_parameter",
+        "n_parameters",
+        "n_inputs",
+        "mutants",
+        "mutants_killed",
+    }
     assert keys | {"mutants_equivalent", "first_divergence"} <= set(said)
 
 
@@ -91,7 +144,9 @@ def test_run_shows_results_and_metrics(capsys, programs, tmp_path):
     code, said = answer(capsys, "run", f"{programs}:step", "--mesh", "dp=4", "--save", str(saved))
     assert code == 0 and said["results"] == [[6.0] * 3] * 4 and said["metrics"]["step_time_s"] > 0
     assert saved.is_file()
-    code, out, _ = command(capsys, "run", f"{programs}:step", "--mesh", "dp=2", "--cluster", "a100-8", "--backend", "shape")
+    code, out, _ = command(
+        capsys, "run", f"{programs}:step", "--mesh", "dp=2", "--cluster", "a100-8", "--backend", "shape"
+    )
     assert code == 0 and "a100-8" in out
 
 
@@ -112,7 +167,15 @@ def test_what_does_not_fit_exits_with_one(capsys, programs):
         (["run", "FILE:step", "--mesh", "dp=9", "--cluster", "h100-8"], "9 ranks"),
         (["run", "FILE:step", "--cluster", "h1000-8"], "h1000"),
         (["run", "FILE:step", "-n", "2"], "real processes"),
+        (["run", "FILE:step", "-n", "0"], "-n"),
         (["run", "FILE:step", "--order", "backwards"], "backwards"),
+        (["run", "FILE:step", "--save", "/nonexistent/run.emu"], "--save /nonexistent/run.emu"),
+        (["run", "nowhere.py:f", "--real"], "no file"),
+        (["run", "FILE:step", "--real", "--backend", "shape"], "--backend shape"),
+        (["run", "FILE:step", "--real", "--backend", "virtual"], "--backend virtual"),
+        (["run", "FILE:step", "--real", "--order", "time"], "--order time"),
+        (["run", "FILE:step", "--real", "--cluster", "a100-8"], "--cluster a100-8"),
+        (["run", "FILE:step", "--real", "-n", "3", "--mesh", "dp=2"], "-n 3"),
         (["verify"], "either --model"),
         (["verify", "--model", "gpt-tinny"], "gpt-tinny"),
         (["verify", "--model", "llama3-405b"], "too many"),
@@ -120,7 +183,9 @@ def test_what_does_not_fit_exits_with_one(capsys, programs):
         (["verify", "--model", "gpt-tiny", "--mesh", "dp=2,tp=2"], "tp"),
         (["verify", "--model", "gpt-tiny", "--tier", "perfect"], "perfect"),
         (["verify", "--model", "gpt-tiny", "--mutants", "some"], "some"),
+        (["verify", "--model", "FILE:bigrams_of_what"], "what tokens"),
         (["demo", "tp"], "no demo 'tp'"),
+        (["demo", "--report", "/nonexistent/q.html"], "--report /nonexistent/q.html"),
         (["verify", "--colour"], "--colour"),
         (["fly"], "fly"),
     ],
@@ -129,8 +194,8 @@ def test_a_bad_request_says_what_is_wrong_and_what_to_do(capsys, programs, argv,
     argv = [a.replace("FILE", programs) if a.startswith("FILE") else a for a in argv]
     code, said = answer(capsys, *argv)
     assert code == 2 and says in said["error"] and said["hint"]
-    code, out, err = command(capsys, *argv) if argv[-1] != f"{programs}:fails" else (2, "", said["error"])
-    assert code == 2 and not out and says in err  # without --json: on standard error
+    code, out, err = command(capsys, *argv)
+    assert code == 2 and out in ("", "printed at import\n") and says in err  # without --json: on standard error
 
 
 def test_the_demo_proves_prices_and_draws(capsys, tmp_path):
@@ -143,12 +208,138 @@ def test_the_demo_proves_prices_and_draws(capsys, tmp_path):
     assert said["loss_single"] == pytest.approx(said["loss_distributed"], rel=1e-4)  # float32, 10 steps of AdamW
     assert said["losses_single"][-1] < said["losses_single"][0]
     html = report.read_text()
-    assert said["report"] == str(report) and html.count("data:image/png;base64,") == 3
+    assert said["report"] == str(report) and html.count("data:image/png;base64,") == 4
+    assert html.count("8 scaled-down H100s") >= 4 and "host-bound" in html and "TFLOP/s" not in html
 
 
 def test_emu_is_quick_to_import_and_brings_nothing_heavy():
     heavy = ("pydantic", "matplotlib", "typer", "rich", "torch.distributed.tensor", "torch.distributed.fsdp")
     code = f"import emu, sys; print([m for m in {heavy!r} if m in sys.modules])"
-    root = str(Path(__file__).parents[1])
-    env = {**os.environ, "PYTHONPATH": root}
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env).stdout.strip() == "[]"
+
+
+def test_what_programs_print_does_not_mix_with_the_object(capsys, programs):
+    code, out, err = command(capsys, "run", f"{programs}:talks", "--mesh", "dp=2", "--json")
+    assert code == 0 and json.loads(out, parse_constant=pytest.fail)["ranks"] == 2  # NaN is no JSON
+    assert "printed at import" in err and "printed by rank 1" in err
+    _, out, _ = command(capsys, "run", f"{programs}:talks", "--mesh", "dp=2")
+    assert "printed by rank 1" in out  # without --json it is where the program put it
+
+
+def test_small_results_are_shown_with_their_numbers_and_large_ones_by_their_shape(capsys, programs):
+    _, said = answer(capsys, "run", f"{programs}:talks", "--mesh", "dp=1")
+    assert said["results"] == [{"small": [[0.0] * 4] * 4, "large": "float32[17]", "nan": "nan"}]
+
+
+def test_a_program_that_ends_itself_is_told_of(capsys, programs):
+    code, said = answer(capsys, "run", f"{programs}:exits", "--mesh", "dp=1")
+    assert code == 2 and re.search("exit|ended itself", said["error"]) and said["hint"]
+
+
+def test_an_error_of_the_program_names_its_line(capsys, programs):
+    _, said = answer(capsys, "run", f"{programs}:fails", "--mesh", "dp=1")
+    line = 1 + PROGRAMS.splitlines().index('    raise ValueError("of my own making")')
+    assert f"(programs.py:{line})" in said["error"]
+
+
+def test_only_the_functions_of_the_file_are_offered(capsys, programs):
+    _, said = answer(capsys, "run", f"{programs}:stp")
+    offered = said["hint"].removeprefix("its functions are ").split(", ")
+    assert "step" in offered and "bigrams" in offered
+    assert not {"cross_entropy", "SimpleNamespace", "Bigrams"} & set(offered)
+
+
+def test_emu_alone_explains_itself(capsys):
+    code, out, err = command(capsys)
+    assert code == 0 and not err and all(name in out for name in ("demo", "verify", "run", "--version"))
+    from emu import __version__
+
+    assert command(capsys, "--version") == (0, f"emu {__version__}\n", "")
+
+
+def test_help_tells_the_defaults(capsys):
+    code, out, _ = command(capsys, "run", "--help")
+    assert code == 0 and all(default in out for default in ("dp=8", "virtual", "program", "eager"))
+
+
+def test_a_model_of_ones_own_is_verified(capsys, programs):
+    code, said = answer(capsys, "verify", "--model", f"{programs}:bigrams", "--mesh", "dp=3", "--global-batch", "4")
+    assert code == 0 and said["n_parameters"] == 1
+    _, said = answer(capsys, "verify", "--model", f"{programs}:bigrams_of_what")
+    assert "vocab" in said["hint"] and "--reference" in said["hint"]
+
+
+def test_a_report_that_cannot_be_written_costs_no_training(capsys, tmp_path, monkeypatch):
+    import emu.demo
+
+    monkeypatch.setattr(emu.demo, "launch", lambda *a, **k: pytest.fail("it trained"))
+    for place in (tmp_path / "no" / "r.html", tmp_path):
+        assert answer(capsys, "demo", "--report", str(place))[0] == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def shell(*argv: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run([sys.executable, "-m", *argv], capture_output=True, text=True, env=env, cwd=cwd, timeout=120)
+
+
+@pytest.mark.real
+def test_real_processes_give_one_object(programs, tmp_path):
+    done = shell("emu", "run", f"{programs}:step", "--real", "-n", "2", "--json", "--save", "run.emu", cwd=tmp_path)
+    assert json.loads(done.stdout) == {"results": [[1.0] * 3] * 2, "metrics": None, "ranks": 2}
+    assert done.returncode == 0 and (tmp_path / "run.emu").is_file() and "printed at import" in done.stderr
+
+
+@pytest.mark.real
+@pytest.mark.parametrize(
+    ("name", "says", "code"),
+    [
+        ("one_fails", "rank 1: ValueError: of my own making", 2),  # not what rank 0 heard of it
+        ("one_is_full", "rank 1: OutOfMemoryError", 1),
+        ("one_dies", "rank 1 died with exit code 7", 2),
+        ("leaves", "rank 1 finished while others", 2),
+    ],
+)
+def test_real_processes_that_fail_say_so_once(programs, tmp_path, name, says, code):
+    real = ("emu", "run", f"{programs}:{name}", "--real", "-n", "2")
+    done = shell(*real, cwd=tmp_path)
+    assert done.returncode == code and done.stderr.count(says) == 1 and "hint: " in done.stderr
+    assert "Traceback" not in done.stderr and "torch.distributed" not in done.stderr
+
+
+@pytest.mark.real
+def test_real_processes_that_fail_give_one_object_too(programs, tmp_path):
+    done = shell("emu", "run", f"{programs}:one_fails", "--real", "-n", "2", "--json", cwd=tmp_path)
+    assert done.returncode == 2 and "rank 1: ValueError" in json.loads(done.stdout)["error"]
+
+
+@pytest.fixture
+def readme(tmp_path: Path) -> Path:
+    """A folder with program.py and ask.py as README.md has them, program.py for two ranks."""
+    program, ask = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    (tmp_path / "program.py").write_text(program.replace("dp=8", "dp=2"))
+    (tmp_path / "ask.py").write_text(ask)
+    return tmp_path
+
+
+def test_the_readme_says_what_its_programs_print(readme):
+    done = shell("ask", cwd=readme)
+    verdict, _, times = done.stdout.splitlines()
+    text = (ROOT / "README.md").read_text()
+    assert f"`{verdict}`" in text
+    step_ms, silent_ms = (f"{float(t) * 1e3:.1f} ms" for t in times.split())
+    assert f"takes {step_ms}, and {silent_ms} without" in text
+    done = shell("emu", "run", "program.py:step", "--mesh", "dp=8", "--json", cwd=readme)
+    assert done.returncode == 0 and json.loads(done.stdout)["ranks"] == 8
+
+
+@pytest.mark.real
+def test_the_readme_program_runs_on_real_processes_too(readme):
+    run = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "program.py")
+    virtual, real = shell("program", cwd=readme), shell(*run, cwd=readme)
+    assert virtual.stdout.startswith("tensor(") and virtual.stdout.count("\n") == 1
+    assert real.returncode == 0 and real.stdout.count(virtual.stdout.strip()) == 2  # two ranks' lines may run together
+    done = shell("emu", "run", "program.py:step", "--real", "-n", "2", "--json", cwd=readme)
+    assert done.returncode == 0 and len(json.loads(done.stdout)["results"]) == 2

@@ -94,6 +94,16 @@ def test_marks_are_drawn_and_named(make):
     assert not any("mark" in text for text in legend(timeline_figure(make.priced(bare))))
 
 
+def test_a_legend_lists_what_can_be_seen_and_nothing_else(make):
+    def step(other):
+        long, short = Kernel("mm", "", "forward", 10**13, 10**6, "float32", (), "main"), other
+        return make.priced(make.Trace({"dp": 1}, {0: [long, short, long]}))
+
+    tiny = Kernel("add", "", "", 0, 10**3, "float32", (), "main")
+    assert legend(timeline_figure(step(tiny))) == ["forward"]  # a microsecond in half a second
+    assert "outside any phase" in legend(timeline_figure(step(tiny._replace(flops=10**13))))
+
+
 def test_a_window_shows_only_what_lies_in_it(make):
     timeline = make.priced()
     drawn = boxes(timeline_figure(timeline, ranks=[1], window=(0.010, 0.020)))
