@@ -16,6 +16,7 @@ import torch
 
 from emu.spmd.errors import EmuError
 from emu.virtual.rng import RandomState
+from emu.virtual.watchdog import LOOK_S, Watchdog
 
 RANK = "emu rank "  # what a rank's thread is called
 PREEMPT_ODDS = 0.5  # chance that a seeded order hands over before a communication
@@ -85,8 +86,9 @@ class Scheduler:
                 )
                 thread.worker.start()
             self._pass_on(self._next())
-            while not self._finished.wait(1.0):
-                pass
+            watchdog = Watchdog()
+            while not self._finished.wait(LOOK_S):
+                self._look(watchdog)
         except BaseException as interrupt:  # Ctrl-C: every rank ends first
             self._end_all(interrupt)
         finally:
@@ -101,6 +103,20 @@ class Scheduler:
                 raise failure
             finally:
                 del failure  # its traceback holds this frame, and everything the ranks held
+
+    def _look(self, watchdog: Watchdog) -> None:
+        """Ends a run that would not end by itself; a rank that cannot be reached is left behind."""
+        running = self._running
+        if running is None or running.worker is None:
+            return
+        error = watchdog.stands_still(running.rank, running.worker.ident or 0)
+        if error is not None:
+            self.fail(running.rank, error)
+        elif not (self.ending and watchdog.will_not_end()):
+            return
+        with self._reach:
+            running.done, running.worker = True, None
+        self._leave()
 
     def _main(self, thread: Thread, body: Callable[[int], None]) -> None:
         try:
@@ -135,12 +151,14 @@ class Scheduler:
 
     def _end_all(self, interrupt: BaseException) -> None:
         self.fail(-1, interrupt)
+        watchdog = Watchdog()
         while True:
             try:
                 # Ranks that call ops see the hook before them; one that calls none has to be told.
                 if self._finished.wait(PATIENCE_S):
                     return
                 self._tell()
+                self._look(watchdog)
             except KeyboardInterrupt:  # once more: they are ending already
                 pass
 
@@ -154,9 +172,8 @@ class Scheduler:
                 return
             if running is not None and running.done:
                 return  # it is handing the baton on
-            for (
-                thread
-            ) in self.threads.values():  # nobody holds the baton: interrupted before the start, or a rank ended halfway
+            # Nobody holds the baton: interrupted before the start, or a rank ended halfway.
+            for thread in self.threads.values():
                 alive = thread.worker is not None and thread.worker.ident is not None and thread.worker.is_alive()
                 thread.done = thread.done or not alive
         self._leave()

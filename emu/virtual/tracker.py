@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 _dtypes: dict[torch.dtype, str] = {}
 _PLAIN = frozenset({int, float, bool, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, str})
+_STATES = ("zeros_like", "zeros", "lift_fresh")
 _node = torch._C._current_autograd_node
 _grad = torch.is_grad_enabled
 
@@ -143,7 +144,9 @@ class Tracker(TorchDispatchMode):
                         storage._emu = _Inner(ledger)
                         kernel.made.append(weakref.ref(storage))
                     else:
-                        category = self.category or ("activations" if grad and not self.stepping else "temporary")
+                        category = self.category or ("activations" if grad else "temporary")
+                        if self.stepping:  # what a step makes full of zeros, it makes to keep
+                            category = "optimizer" if op.name in _STATES else "temporary"
                         try:
                             ledger.alloc(storage, category, scope, stream.name, node is None)
                         except VirtualOutOfMemory:

@@ -101,7 +101,9 @@ def test_launches_from_several_threads_take_turns():
 
     alone = run_virtual(program, Mesh(dp=4)).results
     found: list = []
-    threads = [threading.Thread(target=lambda: found.append(run_virtual(program, Mesh(dp=4)).results)) for _ in range(4)]
+    threads = [
+        threading.Thread(target=lambda: found.append(run_virtual(program, Mesh(dp=4)).results)) for _ in range(4)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -19,7 +19,9 @@ def step(rank):
     model.backward(emu.Batch(X, X))
     both = rank.group("dp", "tp")
     gathered = both.all_gather(torch.ones(3))
-    rank.group("tp").exchange([("send", gathered, 1 - rank.coords["tp"]), ("recv", gathered.clone(), 1 - rank.coords["tp"])])
+    rank.group("tp").exchange(
+        [("send", gathered, 1 - rank.coords["tp"]), ("recv", gathered.clone(), 1 - rank.coords["tp"])]
+    )
     return gathered.shape
 
 
