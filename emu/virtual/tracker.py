@@ -144,9 +144,12 @@ class Tracker(TorchDispatchMode):
                         storage._emu = _Inner(ledger)
                         kernel.made.append(weakref.ref(storage))
                     else:
-                        category = self.category or ("activations" if grad else "temporary")
-                        if self.stepping:  # what a step makes full of zeros, it makes to keep
+                        if self.category is not None:
+                            category = self.category
+                        elif self.stepping:  # what a step makes full of zeros, it makes to keep
                             category = "optimizer" if op.name in _STATES else "temporary"
+                        else:
+                            category = "activations" if grad else "temporary"
                         try:
                             ledger.alloc(storage, category, scope, stream.name, node is None)
                         except VirtualOutOfMemory:
