@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -262,6 +263,9 @@ def _code(argv: list[str]) -> int:
     except RealFailure as error:
         return _complain(error.failure, argv)
     except (Exception, SystemExit) as error:
+        if isinstance(error, BrokenPipeError) or isinstance(error.__context__, BrokenPipeError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # `emu demo | head`: nobody reads on, and that is no mistake
+            return FALSE
         own = hasattr(error, "hint") or hasattr(error, "format_message")
         if not own and "--json" not in argv:  # the user's program raised it: show where
             traceback.print_exc()

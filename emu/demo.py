@@ -246,8 +246,8 @@ def write_demo_report(demo: Demo, path: str | Path) -> None:
                 ranks=[0, 1],
                 title=f"{time_text(demo.scaled.step_time_s)} on {SCALED}: 2 of {RANKS} ranks shown",
             ),
-            f"The same step on {SCALED}: now kernels fill the time, and the all-reduces are the part at the end that "
-            f"nothing hides.",
+            f"The same step on {SCALED}: now kernels fill the time; the all-reduces between backward and optimizer are "
+            f"what nothing hides.",
         ),
         Heading("Memory of one device"),
         Picture(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -91,6 +92,7 @@ def _cause(folder: Path, launcher_says: Any) -> Failure:
 
 def rank_main(folder: Path) -> None:
     """One rank: runs the job in the folder, and leaves there what came of it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the rank at once; the parent says so
     job = json.loads((folder / "job.json").read_text())
     if job["quiet"]:
         os.dup2(2, 1)
