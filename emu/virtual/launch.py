@@ -8,7 +8,10 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
+
+import torch
 
 from emu.spmd.errors import EmuError, MeshError
 from emu.spmd.mesh import Mesh
@@ -66,6 +69,8 @@ def run_virtual(
         whatever the first rank to fail raised, with a note that names the rank; all others are ended first.
     """
     running = _running(mesh, ranks, meta)
+    if meta:
+        _prepare_meta()
     scheduler = Scheduler(running, order)
     meeting_place = rendezvous(scheduler)
     devices = {rank: VirtualDevice(rank, capacity_bytes, meeting_place, meta) for rank in running}
@@ -129,6 +134,12 @@ def run_virtual(
                 gc.enable()
     trace = Trace(dict(mesh.axes), {rank: device.events for rank, device in devices.items()})
     return VirtualRun([results[r] for r in running], trace, [d.ledger.peak_bytes for d in devices.values()])
+
+
+@cache
+def _prepare_meta() -> None:
+    """torch loads what some operators need on meta when they are first used, and keeps the first tensor for a while."""
+    torch.empty(2, device="meta").normal_().uniform_()
 
 
 def _running(mesh: Mesh, ranks: Sequence[int] | None, meta: bool) -> list[int]:

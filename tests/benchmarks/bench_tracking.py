@@ -25,7 +25,7 @@ from emu.spmd.mesh import Mesh
 from emu.virtual.launch import run_virtual
 
 RANKS, BATCH = 8, 16
-CONFIG = Config(layers=4, width=256, heads=4, vocab=1024, seq=128)
+CONFIG = Config(layers=4, width=256, heads=4, vocab=1024, seq=128, bias=False)
 
 
 def batch(rank: int, ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -47,10 +47,17 @@ class Trainer:
         self.model.loss_sum(*self.rows).backward()
         return list(self.model.parameters())
 
-    def step(self, reduce: Any = lambda grad: None) -> None:
-        for p in self.gradients():
-            reduce(p.grad)
-            p.grad.div_(BATCH * CONFIG.seq)  # type: ignore[union-attr]
+    def step(self, reduce: Any = None) -> None:
+        parameters = self.gradients()
+        if reduce is None:
+            for p in parameters:
+                p.grad.div_(BATCH * CONFIG.seq)  # type: ignore[union-attr]
+        else:  # in one bucket, as the peers were measured
+            flat = torch.cat([p.grad.view(-1) for p in parameters])  # type: ignore[union-attr]
+            reduce(flat)
+            flat.div_(BATCH * CONFIG.seq)
+            for p, piece in zip(parameters, flat.split([p.numel() for p in parameters])):
+                p.grad.copy_(piece.view_as(p))  # type: ignore[union-attr]
         self.optimizer.step()
 
 
@@ -61,7 +68,7 @@ class Stopwatch:
         self.starts: list[float] = []
         self.ends: list[float] = []
 
-    def train(self, trainer: Trainer, steps: int, barrier: Any = lambda: None, reduce: Any = lambda grad: None) -> None:
+    def train(self, trainer: Trainer, steps: int, barrier: Any = lambda: None, reduce: Any = None) -> None:
         trainer.step(reduce)
         barrier()
         self.starts.append(time.process_time())
