@@ -50,7 +50,10 @@ def verify(
     def fresh() -> Any:
         # A module that was passed in is copied, so that no two ranks share it, into the dtype that the tier computes in;
         # a factory makes one for every rank, in that dtype.
-        return copy.deepcopy(made).to(torch.get_default_dtype()) if isinstance(model, nn.Module) else model()
+        if isinstance(model, nn.Module):
+            return copy.deepcopy(made).to(torch.get_default_dtype())
+        torch.manual_seed(plan.seed)  # every rank, and the reference, draw the same weights
+        return model()
 
     def program(rank: Rank) -> Any:
         distributed = parallelize(fresh(), plan, rank)
@@ -70,7 +73,7 @@ def verify(
 
     verdict = check(program, mesh, reference, tier=tier, mutants=mutants, progress=progress)
     verdict = replace(verdict, without_gradient=list({**idle, **dict.fromkeys(verdict.without_gradient)}))
-    if not verdict.equivalent and _is_mean(fresh(), data):
+    if not verdict.equivalent and _is_mean(copy.deepcopy(made).to(torch.get_default_dtype()), data):
         hint = (
             "loss_sum returns a mean (a batch twice as long has the same loss): return the sum over labels that count"
         )
