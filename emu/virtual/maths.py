@@ -23,10 +23,18 @@ PAIRWISE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-def reduced(parts: Sequence[Tensor], op: str, algorithm: str = "", cuts: Sequence[int] = (), dim: int = 0) -> Tensor:
+def reduced(
+    parts: Sequence[Tensor],
+    op: str,
+    algorithm: str = "",
+    cuts: Sequence[int] = (),
+    dim: int = 0,
+    into: Tensor | None = None,
+) -> Tensor:
     """The reduction of equal-shaped tensors, as a new contiguous tensor.
 
     Args:
+        into: the first of them, if the result may take its place: no memory for another, where the order allows.
         cuts: lengths along dim of the chunks that a ring passes on; by default the flattened tensor in equal chunks.
     """
     if algorithm == "ring" and len(parts) > 1:
@@ -34,7 +42,7 @@ def reduced(parts: Sequence[Tensor], op: str, algorithm: str = "", cuts: Sequenc
     elif algorithm == "tree" and len(parts) > 1:
         total = _tree([p.clone(memory_format=torch.contiguous_format) for p in parts], op)
     else:
-        total = parts[0].clone(memory_format=torch.contiguous_format)
+        total = parts[0].clone(memory_format=torch.contiguous_format) if into is None else into
         combine = PAIRWISE[op]
         for part in parts[1:]:
             combine(total, part)
@@ -78,9 +86,10 @@ def carry_out(calls: Sequence[Call]) -> None:
         case "barrier":
             return
         case "all_reduce" | "reduce":
-            total = reduced(_all(sources), first.op, first.algorithm)
+            everywhere = first.kind == "all_reduce"
+            total = reduced(_all(sources), first.op, first.algorithm, into=first.target if everywhere else None)
             for i, c in enumerate(calls):
-                if first.kind == "all_reduce" or i == first.root:
+                if (everywhere or i == first.root) and c.target is not total:
                     _put(c.target, total)
         case "broadcast":
             for i, c in enumerate(calls):
