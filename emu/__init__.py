@@ -1,9 +1,9 @@
 """emu: run real distributed training programs on a cluster that does not exist, and see what they cost.
 
-    mesh = emu.Mesh(dp=8)
-    run = emu.launch(program, mesh)      # program(rank) runs on every rank, with real numbers
-    run.check(reference)                 # is it right?
-    run.memory, run.timeline()           # does it fit, how long does it take?
+mesh = emu.Mesh(dp=8)
+run = emu.launch(program, mesh)      # program(rank) runs on every rank, with real numbers
+run.check(reference)                 # is it right?
+run.memory, run.timeline()           # does it fit, how long does it take?
 """
 
 from __future__ import annotations

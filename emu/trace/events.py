@@ -34,7 +34,7 @@ class Collective(NamedTuple):
     members: tuple[int, ...]  # global ranks, in group order
     seq: int  # counts the collectives of this group, from 0
     bytes: int  # size of the whole message: the S of the usual formulas (all_to_all: what this rank sends, itself included)
-    sizes: tuple[int, ...]  # bytes per member, in group order, where they matter (uneven splits; all_to_all: to each member)
+    sizes: tuple[int, ...]  # bytes per member, in group order, where uneven; of all_to_all: to each member
     dtype: str
     op: str  # "sum", "max", ...; "" where nothing is reduced
     algorithm: str  # "ring", "tree", ...; "" leaves the choice to the cost model

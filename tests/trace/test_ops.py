@@ -66,7 +66,14 @@ def test_products_count_as_torch_counts_them(b, m, n, k):
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)
-@given(batch=sizes, inner=sizes, outer=sizes, kernel=st.integers(1, 3), groups=st.sampled_from([1, 1, 2]), input_grad=st.booleans())
+@given(
+    batch=sizes,
+    inner=sizes,
+    outer=sizes,
+    kernel=st.integers(1, 3),
+    groups=st.sampled_from([1, 1, 2]),
+    input_grad=st.booleans(),
+)
 def test_convolutions_forward_and_backward_count_every_product(batch, inner, outer, kernel, groups, input_grad):
     inner, outer = inner * groups, outer * groups
     x = torch.ones(batch, inner, 8, 8, requires_grad=input_grad)
