@@ -170,7 +170,7 @@ def run(
             load(program),
             Mesh(on=_cluster(cluster), **axes),
             backend=backend or "virtual",
-            order=int(order) if order.lstrip("-").isdigit() else order,
+            order=int(order) if order.isascii() and order.removeprefix("-").isdigit() else order,
             launch_mode=launch_mode or "eager",
             precision=precision,
         )

@@ -11,6 +11,7 @@ from emu.parallel.data import DataParallel
 from emu.spmd import EmuError, Mesh, PlanError, Precision, Rank
 from emu.spmd.precision import PRESETS
 
+MOST_RANKS = 10**9  # along one axis: beyond, a slip of the keyboard is more likely than a machine
 AXES = ("dp",)  # the axes that strategies exist for
 
 
@@ -81,12 +82,12 @@ def parse_mesh(text: str) -> dict[str, int]:
         PlanError: anything else; says which part.
     """
     axes: dict[str, int] = {}
-    for part in filter(None, (p.strip() for p in text.split(","))):
-        axis, _, size = part.partition("=")
-        axis = axis.strip()
-        if not axis.isidentifier() or not size.strip().isdecimal() or int(size) < 1 or axis in axes:
+    for part in text.split(",") if text.strip() else ():  # no axes at all: one device
+        axis, _, size = (word.strip() for word in part.partition("="))
+        named = axis.isidentifier() and axis.isascii() and axis not in (*axes, "on", "self")
+        if not named or not size.isascii() or not size.isdecimal() or not 1 <= int(size) <= MOST_RANKS:
             raise PlanError(
-                f"mesh={text!r}: {part!r} is not an axis with a size of at least 1, named once",
+                f"mesh={text!r}: {part!r} is not an axis with a size of 1 to {MOST_RANKS:,}, named once",
                 'write the mesh as "dp=2,tp=4", outermost axis first',
                 field="mesh",
             )

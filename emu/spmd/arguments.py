@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from operator import index
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,9 +33,10 @@ def at(group: Group, kind: str) -> str:
 def readable(group: Group, kind: str, x: Any, dim: int | None) -> int:
     """The dim, counted from the front. Raises CollectiveError for a tensor that no raw collective takes."""
     if not isinstance(x, Tensor):
-        raise CollectiveError(
-            f"{at(group, kind)}: expected a tensor, got {type(x).__name__}", "wrap it: torch.tensor(...)"
-        )
+        cure = "wrap it: torch.tensor(...)"
+        if kind == "scatter" and x is None:
+            cure = "off the root, too, pass a tensor of the whole's shape and dtype: its values are not read"
+        raise CollectiveError(f"{at(group, kind)}: expected a tensor, got {type(x).__name__}", cure)
     if x.requires_grad:
         twin = TWINS.get(kind, "shift(x, group, by)" if kind in ("send", "recv") else "a differentiable twin")
         raise CollectiveError(
@@ -45,12 +47,13 @@ def readable(group: Group, kind: str, x: Any, dim: int | None) -> int:
         raise CollectiveError(f"{at(group, kind)}: the tensor is {x.layout}", "make it dense first: x.to_dense()")
     if dim is None or (kind == "ring_shift" and not x.dim()):
         return 0
-    if not -x.dim() <= dim < x.dim():
+    number = whole(dim)
+    if number is None or not -x.dim() <= number < x.dim():
         raise CollectiveError(
-            f"{at(group, kind)}: dim {dim} is not a dim of a tensor of shape {tuple(x.shape)}",
+            f"{at(group, kind)}: dim {dim!r} is not a dim of a tensor of shape {tuple(x.shape)}",
             "give it at least one dim (x.reshape(1)), and name one that exists",
         )
-    return dim % x.dim()
+    return number % x.dim()
 
 
 def writable(group: Group, kind: str, x: Any) -> None:
@@ -73,14 +76,25 @@ def reduction(group: Group, kind: str, x: Tensor, op: str) -> None:
         raise CollectiveError(f"{at(group, kind)}: {op} of {x.dtype} is not defined", "convert it first, e.g. x.int()")
 
 
+def whole(value: Any) -> int | None:
+    """A whole number, numpy's and tensors' included; None for anything else (True and 1.0 among it)."""
+    if isinstance(value, bool):
+        return None
+    try:
+        return index(value)
+    except TypeError:
+        return None
+
+
 def peer_of(group: Group, role: str, peer: Any) -> int:
     """A group rank, checked."""
-    if isinstance(peer, bool) or not isinstance(peer, int) or not 0 <= peer < group.size:
+    number = whole(peer)
+    if number is None or not 0 <= number < group.size:
         raise CollectiveError(
             f"group {group.label!r} has {group.size} ranks; {role}={peer!r} is none of them",
             f"{role} is a group rank, 0 to {group.size - 1} (global ranks of this group: {list(group.members)})",
         )
-    return peer
+    return number
 
 
 def sizes_of(
@@ -94,10 +108,12 @@ def sizes_of(
                 "state the pieces with sizes=[...] (all_to_all: send_sizes and recv_sizes)",
             )
         return None
-    cut = tuple(int(n) for n in sizes)
-    if len(cut) != group.size or min(cut, default=0) < 0:
+    numbers = [whole(n) for n in sizes] if isinstance(sizes, Iterable) and not isinstance(sizes, str) else [None]
+    cut = tuple(n for n in numbers if n is not None)
+    if len(numbers) != len(cut) or len(cut) != group.size or min(cut, default=0) < 0:
+        given = list(sizes) if isinstance(sizes, Iterable) else sizes
         raise CollectiveError(
-            f"{at(group, kind)}: sizes {list(cut)} are not {group.size} lengths of at least 0",
+            f"{at(group, kind)}: sizes {given} are not {group.size} lengths of at least 0",
             "give one for every rank",
         )
     if x is not None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from emu.spmd.arguments import at, peer_of, readable, reduction, sizes_of, writable
+from emu.spmd.arguments import at, peer_of, readable, reduction, sizes_of, whole, writable
 from emu.spmd.calls import ALGORITHMS, Call, Channel, Finished, Message, Work
 from emu.spmd.errors import CollectiveError
 
@@ -221,6 +221,12 @@ class Group:
             sizes: length of every rank's tensors along dim, in group order, where they are not all equal.
         """
         many = not isinstance(tensors, Tensor)
+        places = whole(by)
+        if places is None or not isinstance(tensors, (Tensor, list, tuple)):
+            raise CollectiveError(
+                f"{at(self, 'ring_shift')}: cannot shift a {type(tensors).__name__} by {by!r}",
+                "shift a tensor, or a list of tensors, by a whole number of places",
+            )
         done = []
         for x in tensors if many else (tensors,):
             along = readable(self, "ring_shift", x, dim)
@@ -229,9 +235,11 @@ class Group:
             cut = sizes_of(self, "ring_shift", sizes, x, along, own=True)
             shape = list(x.shape)
             if cut is not None:
-                shape[along] = cut[(self.rank - by) % self.size]
+                shape[along] = cut[(self.rank - places) % self.size]
             out = self._channel.empty(x, tuple(shape))
-            done.append(self._run(Call("ring_shift", x, out, along, cut, by=by % self.size), async_op, algorithm, name))
+            done.append(
+                self._run(Call("ring_shift", x, out, along, cut, by=places % self.size), async_op, algorithm, name)
+            )
         if many and async_op:
             return _All(done)
         return done if many else done[0]
@@ -264,7 +272,7 @@ class Group:
             messages: ("send", tensor, to) and ("recv", out, from), with group ranks. Returns their tensors in order.
         """
         posted = []
-        for message in messages:
+        for message in messages if isinstance(messages, (list, tuple)) else [messages]:
             try:
                 kind, tensor, peer = message
             except (TypeError, ValueError):

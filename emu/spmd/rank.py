@@ -113,6 +113,11 @@ class Rank(int):
         Raises:
             MeshError: an unknown axis; members that are not distinct ranks of the mesh, or leave this rank out.
         """
+        if not all(isinstance(axis, str) for axis in axes) or not isinstance(members, (Sequence, type(None))):
+            raise MeshError(
+                f"group({', '.join(map(repr, axes))}) with members={members!r} names no group",
+                'name axes one by one, group("dp", "cp"), or list global ranks, group(members=[0, 3])',
+            )
         key: Any = axes if members is None else tuple(members)
         kind = (members is None, key)
         if kind not in self._groups:
