@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from emu.equivalence.compare import FLOOR, Difference, largest, wide
+from emu.equivalence.compare import FLOOR, Difference, largest, scales, wide
 from emu.spmd import Mesh
 
 ROUNDING = 1e-3  # what the exact tier's coarse grid can make of a rounding that happens elsewhere
@@ -30,10 +30,10 @@ def common_factor(
     A single number is a multiple of any other, so alone it only counts where the factor is a whole number, or one over it.
     """
     pairs = {d.name: (ours.get(d.name), theirs.get(d.name)) for d in wrong}
-    scale = max((largest(v) for v in theirs.values()), default=0.0)
+    scale = scales(theirs)
     for left_out in ((), ("loss",)):
         some = {name: pair for name, pair in pairs.items() if name not in left_out}
-        times = _factor(list(some.values()), scale)
+        times = _factor([(*pair, scale.get(name, 0.0)) for name, pair in some.items()])
         if times is not None:
             numbers = sum(v.numel() for _, v in some.values() if v is not None)
             if numbers > 1 or _whole(times) is not None:
@@ -41,9 +41,9 @@ def common_factor(
     return None
 
 
-def _factor(pairs: Sequence[tuple[Tensor | None, Tensor | None]], scale: float) -> float | None:
+def _factor(pairs: Sequence[tuple[Tensor | None, Tensor | None, float]]) -> float | None:
     factors = []
-    for u, v in pairs:
+    for u, v, scale in pairs:
         if u is None or v is None or u.shape != v.shape or u.is_complex() or v.is_complex():
             return None
         u, v = wide(u), wide(v)

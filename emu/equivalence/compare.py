@@ -12,7 +12,7 @@ from torch import Tensor
 from emu.spmd import EmuError, Grads, Layout, Mesh, ReplicasDisagree
 
 TOLERANCES = {"float64": 1e-12, "float32": 1e-5}
-# A tensor all of whose entries are this much smaller than the largest tensor's counts as truly zero up to rounding (a
+# A tensor all of whose entries are this much smaller than the largest of its group counts as truly zero up to rounding (a
 # key bias under softmax): its error is measured against that share of the largest, not against its own noise.
 FLOOR = 1e-3
 
@@ -94,7 +94,7 @@ def whole_results(results: Sequence[Any], mesh: Mesh) -> dict[str, Tensor]:
 
 def differences(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> list[Difference]:
     """Compares by name, in the order of the reference; a tensor that one side lacks counts as zeros there."""
-    scale = max((largest(v) for v in theirs.values()), default=0.0)
+    scale = scales(theirs)
     out = []
     for name in dict.fromkeys([*theirs, *ours]):
         u, v = ours.get(name), theirs.get(name)
@@ -107,8 +107,22 @@ def differences(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> lis
         elif u.shape != v.shape:
             out.append(Difference(name, float("inf"), False, f"shapes {tuple(u.shape)} and {tuple(v.shape)}"))
         else:
-            out.append(_compare(name, u, v, scale))
+            out.append(_compare(name, u, v, scale[name]))
     return out
+
+
+def scales(tensors: Mapping[str, Tensor]) -> dict[str, float]:
+    """Against what each tensor's zeros are measured: the largest entry among tensors of its kind.
+
+    Those under one first name, such as "parameters", are of a kind. A single number (a loss, a counter) is only of its
+    own: beside a large loss, small gradients would pass for zero.
+    """
+    groups: dict[str, float] = {}
+    for name, t in tensors.items():
+        if t.dim() and (t.is_floating_point() or t.is_complex()):
+            group = name.split(".")[0]
+            groups[group] = max(groups.get(group, 0.0), largest(t))
+    return {name: groups.get(name.split(".")[0], 0.0) if t.dim() else largest(t) for name, t in tensors.items()}
 
 
 def _compare(name: str, u: Tensor, v: Tensor, scale: float) -> Difference:

@@ -87,6 +87,32 @@ def test_a_narrow_model_from_outside_is_not_taken_for_float64():
             check(lambda rank, use=use: use(), MESH, lambda use=use: use(), tier="float64")
 
 
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("beside", [11093.0, torch.tensor(11093.0), torch.full((2,), 11093.0)])
+def test_a_large_result_beside_small_gradients_hides_none_of_them(tier, beside):
+    gradient = torch.tensor([5.5e-5, -2e-5])
+
+    def returns(factor):
+        return lambda *rank: {"loss": beside, "parameters": {"w": gradient * factor}}
+
+    found = check(returns(1.5), MESH, returns(1.0), tier=tier)
+    assert not found and found.first_divergence == "parameters.w" and "1.50x too large" in found.why
+    assert check(returns(1.0), MESH, returns(1.0), tier=tier)
+
+
+def test_what_is_zero_up_to_rounding_is_measured_against_its_own_kind():
+    """A key bias under softmax: its gradient is noise around zero, beside gradients of weights."""
+
+    def returns(noise):
+        return lambda *rank: {"parameters": {"w": torch.ones(2), "b": torch.ones(2) * noise}}
+
+    assert check(returns(2e-17), MESH, returns(-1e-17), tier="float64")
+    assert not check(returns(2e-12), MESH, returns(-1e-12), tier="float64")
+    alone = check(lambda rank: {"w": torch.ones(2), "b": torch.ones(2) * 2e-17}, MESH,
+                  lambda: {"w": torch.ones(2), "b": torch.ones(2) * 1e-17}, tier="float64")  # fmt: skip
+    assert not alone and alone.first_divergence == "b"  # nothing says that these two are alike
+
+
 # What is refused before anything runs.
 
 
