@@ -216,7 +216,8 @@ class Scheduler:
 
         Ranks can notice nothing else of each other, and an op might run inside a lock (logging's, an import's).
         """
-        self.before_op(rank)
+        if self.ending or self.hooked:
+            self.before_op(rank)
         if self._chance is not None and self._runnable and self._chance.random() < PREEMPT_ODDS:
             self._hand_over(rank)
 
