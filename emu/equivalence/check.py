@@ -30,7 +30,7 @@ from emu.equivalence.mutants import Broken, Mutant, Observed, mutants_of, sample
 from emu.equivalence.state import Keeper, digest_of, keeping, kept
 from emu.equivalence.verdict import Verdict
 from emu.equivalence.widening import Float64Mode
-from emu.spmd import EmuError, Mesh, Rank
+from emu.spmd import BufferInFlight, CrossRankAccess, EmuError, Mesh, Rank
 from emu.virtual.launch import Program, VirtualRun, run_virtual
 from emu.virtual.rendezvous import Rendezvous
 from emu.virtual.scheduler import Scheduler
@@ -61,6 +61,7 @@ def check(
 
     Raises:
         EmuError: an unknown tier, a reference that is none, or results that cannot be compared; whatever either raises.
+        BufferInFlight, CrossRankAccess: the program has a race, or its ranks share memory, whatever its results are.
     """
     if tier not in TIERS:
         raise EmuError(f"there is no tier {tier!r}", f"use one of {', '.join(TIERS)}")
@@ -88,6 +89,8 @@ def check(
         progress("program")
         base = arithmetic.run(program, mesh, args, Observed)
         judged = judge(base.run, mesh, right, arithmetic)
+        progress("program, tracked")
+        _refuse_races(program, mesh, args)
         verdict = replace(
             judged.verdict, certificate_bits=max(certificate.bits.values(), default=0.0) if certificate else None
         )
@@ -187,6 +190,27 @@ class _Arithmetic:
             name: round_to_grid(t, self.gradients) if t.is_floating_point() and (not t.dim() or is_input(name)) else t
             for name, t in tensors.items()
         }
+
+
+def _refuse_races(program: Program, mesh: Mesh, args: Sequence[Any]) -> None:
+    """Runs the program once more, tracked: in a tier's arithmetic nobody watches who uses which buffer when.
+
+    Raises:
+        BufferInFlight, CrossRankAccess: what the tracker finds.
+    """
+    before = torch.get_default_dtype()
+    # A program may run in one dtype only (a number from outside that is float64); how it fails is for its tier to say.
+    for dtype in (torch.float32, torch.float64):
+        torch.set_default_dtype(dtype)
+        try:
+            run_virtual(program, mesh, args=args)
+        except (BufferInFlight, CrossRankAccess):
+            raise
+        except Exception:
+            continue
+        finally:
+            torch.set_default_dtype(before)
+        return
 
 
 def _with_rank(reference: Program, n_args: int) -> Program:

@@ -46,12 +46,17 @@ def verify(
     _refuse_dropout(made, mesh)
     data = as_batch(batch) if batch is not None else random_batch(made, plan)
     idle: dict[str, None] = {}  # parameters without a gradient
+    # A module that was passed in is copied, so that no two ranks share it, into the dtype that the tier computes in; a
+    # factory makes one for every rank, in that dtype. What is copied is host data, so nothing in it is trainable.
+    template = copy.deepcopy(made).requires_grad_(False)
+    trainable = [p.requires_grad for p in made.parameters()]
 
     def fresh() -> Any:
-        # A module that was passed in is copied, so that no two ranks share it, into the dtype that the tier computes in;
-        # a factory makes one for every rank, in that dtype.
         if isinstance(model, nn.Module):
-            return copy.deepcopy(made).to(torch.get_default_dtype())
+            mine = copy.deepcopy(template).to(torch.get_default_dtype())
+            for p, trains in zip(mine.parameters(), trainable):
+                p.requires_grad_(trains)
+            return mine
         torch.manual_seed(plan.seed)  # every rank, and the reference, draw the same weights
         return model()
 

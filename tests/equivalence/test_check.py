@@ -6,6 +6,7 @@ import torch
 import emu
 from emu.equivalence import check
 from emu.models import GPT, Config
+from emu.spmd import BufferInFlight, CrossRankAccess
 
 SMALL = Config(layers=1, width=8, heads=2, ffn=8, vocab=11, seq=4)
 TIERS = ("exact", "float64", "float32")
@@ -139,6 +140,62 @@ def test_a_wrong_number_of_mutants_is_refused_before_anything_runs(wrong):
 def test_as_many_mutants_run_as_were_asked_for(asked, run):
     found = check(program, MESH, reference, tier="float64", mutants=asked)
     assert found and (found.mutants, found.mutants_killed) == (run, run)
+
+
+# Races, and memory that ranks share: results may be right by luck.
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_a_race_is_not_equivalent_whatever_its_results(tier):
+    def overlapping(rank, waits):
+        g = torch.ones(4) * (rank + 1)
+        work = rank.group("dp").all_reduce(g, async_op=True)
+        if waits:
+            work.wait()
+        out = g * 2
+        work.wait()
+        return out
+
+    right = lambda waits: torch.full((4,), 12.0)  # noqa: E731
+    with pytest.raises(BufferInFlight):
+        check(overlapping, MESH, right, args=(False,), tier=tier)
+    assert check(overlapping, MESH, right, args=(True,), tier=tier)
+
+
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("shared", [True, False])
+def test_ranks_that_sum_through_a_global_dict_are_refused(tier, shared):
+    box = {}
+
+    def summing(rank):
+        g = torch.ones(4) * (rank + 1)
+        if not shared:
+            return rank.group("dp").all_reduce(g)
+        box[int(rank)] = g
+        rank.group("dp").barrier()
+        return sum(box[r] for r in range(3))
+
+    right = lambda: torch.full((4,), 6.0)  # noqa: E731
+    if shared:
+        with pytest.raises(CrossRankAccess):
+            check(summing, MESH, right, tier=tier)
+    else:
+        assert check(summing, MESH, right, tier=tier)
+
+
+def test_a_program_that_runs_in_float64_only_is_tracked_in_it():
+    def wide(rank, races):
+        assert torch.ones(1).dtype == torch.float64
+        g = torch.ones(4)
+        work = rank.group("dp").all_reduce(g, async_op=True)
+        out = g * 2 if races else None
+        work.wait()
+        return g * 2 if out is None else out
+
+    right = lambda races: torch.full((4,), 6.0)  # noqa: E731
+    assert check(wide, MESH, right, args=(False,), tier="float64")
+    with pytest.raises(BufferInFlight):
+        check(wide, MESH, right, args=(True,), tier="float64")
 
 
 # What cannot be compared, or says nothing.
