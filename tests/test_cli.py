@@ -264,7 +264,9 @@ def test_help_tells_the_defaults(capsys):
 
 
 def test_a_model_of_ones_own_is_verified(capsys, programs):
-    code, said = answer(capsys, "verify", "--model", f"{programs}:bigrams", "--mesh", "dp=3", "--global-batch", "4")
+    code, said = answer(
+        capsys, "verify", "--model", f"{programs}:bigrams", "--mesh", "dp=3", "--global-batch", "4", "--seq", "6"
+    )
     assert code == 0 and said["n_parameters"] == 1
     _, said = answer(capsys, "verify", "--model", f"{programs}:bigrams_of_what")
     assert "vocab" in said["hint"] and "--reference" in said["hint"]

@@ -37,6 +37,7 @@ from emu.virtual.scheduler import Scheduler
 
 TIERS = ("exact", "float64", "float32")
 GRIDS = ((16, 28), (12, 26))  # (values, gradients): the finer first; the coarser leaves room for longer sums
+ENDLESS = 4  # times as many communications as the program's: a mutant that has more will not end
 SAMPLE = 8  # mutants that "sampled" runs
 
 
@@ -89,7 +90,6 @@ def check(
         progress("program")
         base = arithmetic.run(program, mesh, args, Observed)
         judged = judge(base.run, mesh, right, arithmetic)
-        progress("program, tracked")
         _refuse_races(program, mesh, args)
         verdict = replace(
             judged.verdict, certificate_bits=max(certificate.bits.values(), default=0.0) if certificate else None
@@ -291,11 +291,12 @@ def _score(
     """Runs the mutants. Whether one is equivalent is decided from states alone, before the check sees it."""
     killed = equivalent = 0
     survivors = []
+    most = ENDLESS * base.meeting_place.count + 100  # a mutant that communicates far more often than the program hangs
     for mutant in chosen:
         progress(f"mutant: {mutant}")
 
         def broken(scheduler: Scheduler, mutant: Mutant = mutant) -> Rendezvous:
-            return Broken(scheduler, mutant)
+            return Broken(scheduler, mutant, most)
 
         try:
             outcome = arithmetic.run(program, mesh, args, broken)

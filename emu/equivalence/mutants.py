@@ -71,28 +71,40 @@ class Observed(Rendezvous):
     def __init__(self, scheduler: Scheduler) -> None:
         super().__init__(scheduler)
         self.sites: dict[Site, None] = {}
+        self.count = 0  # communications
 
     def carry_out(self, group: Group, calls: Sequence[Call], line: str) -> None:
+        self.count += 1
         if group.size > 1:
             self.sites[Site(group.label, calls[0].kind, line)] = None
         super().carry_out(group, calls, line)
 
     def deliver(self, group: Group, target: Tensor, source: Tensor, line: str) -> None:
+        self.count += 1
         self.sites[Site(group.label, "send", line)] = None
         super().deliver(group, target, source, line)
 
 
+class Endless(Exception):
+    """A mutant communicates on and on: its program waits for a result that never comes."""
+
+
 class Broken(Rendezvous):
-    """Carries communications out, those of one site wrongly."""
+    """Carries communications out, those of one site wrongly, and at most a number of them (0: any number).
+
+    Raises:
+        Endless: on the rank that asks for one more.
+    """
 
     line_of = staticmethod(call_site)
 
-    def __init__(self, scheduler: Scheduler, mutant: Mutant) -> None:
+    def __init__(self, scheduler: Scheduler, mutant: Mutant, most: int = 0) -> None:
         super().__init__(scheduler)
-        self.mutant = mutant
+        self.mutant, self.most, self.count = mutant, most, 0
         self._before: dict[Any, Tensor] = {}
 
     def carry_out(self, group: Group, calls: Sequence[Call], line: str) -> None:
+        self._count()
         site, change = self.mutant
         if (group.label, calls[0].kind, line) != site:
             return super().carry_out(group, calls, line)
@@ -109,11 +121,17 @@ class Broken(Rendezvous):
                 self._spoil(c.target, (group.key, i))
 
     def deliver(self, group: Group, target: Tensor, source: Tensor, line: str) -> None:
+        self._count()
         if (group.label, "send", line) != self.mutant.site:
             return super().deliver(group, target, source, line)
         if self.mutant.change != "dropped":
             super().deliver(group, target, source, line)
             self._spoil(target, (group.key, "message", tuple(target.shape)))
+
+    def _count(self) -> None:
+        self.count += 1
+        if self.most and self.count > self.most:
+            raise Endless
 
     def _spoil(self, target: Tensor, key: Any) -> None:
         if self.mutant.change == "scaled" and target.is_floating_point():

@@ -15,7 +15,7 @@ from emu.equivalence.check import check
 from emu.equivalence.state import drops_out, name_of_dropout
 from emu.equivalence.verdict import Verdict
 from emu.parallel import Batch, Plan, as_batch, check_model, checked_plan, mesh_of, parallelize
-from emu.spmd import EmuError, Mesh, Rank, grads
+from emu.spmd import EmuError, Mesh, PlanError, Rank, grads
 
 
 def verify(
@@ -134,14 +134,26 @@ def _in_tier(data: Batch) -> Batch:
 
 
 def random_batch(model: nn.Module, plan: Plan) -> Batch:
-    """Random tokens and labels, about one label in eight ignored: [global_batch, seq]."""
+    """Random tokens and labels, about one label in eight ignored: [global_batch, seq].
+
+    Raises:
+        EmuError: no vocabulary to draw from; PlanError: sequences longer than the model takes.
+    """
     config = getattr(model, "config", None)
     vocab = getattr(config, "vocab", None)
     if vocab is None:
         raise EmuError(f"{type(model).__name__} does not say its vocabulary (config.vocab)", "pass a batch")
     generator = torch.Generator().manual_seed(plan.seed)
-    seq = min(plan.seq, getattr(config, "seq", plan.seq))
-    x = torch.randint(0, vocab, (plan.global_batch, seq), generator=generator)
-    y = torch.randint(0, vocab, (plan.global_batch, seq), generator=generator)
+    most = getattr(config, "seq", plan.seq)
+    if plan.seq > most:
+        raise PlanError(
+            f"seq={plan.seq}, but {type(model).__name__} takes sequences of at most {most} tokens (config.seq)",
+            f"the nearest plan has seq={most}; or make the model with seq={plan.seq}",
+            field="seq",
+            value=plan.seq,
+            nearest=most,
+        )
+    x = torch.randint(0, vocab, (plan.global_batch, plan.seq), generator=generator)
+    y = torch.randint(0, vocab, (plan.global_batch, plan.seq), generator=generator)
     y[torch.rand(y.shape, generator=generator) < 1 / 8] = -100
     return Batch(x, y)

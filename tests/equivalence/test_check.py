@@ -6,7 +6,7 @@ import torch
 import emu
 from emu.equivalence import check
 from emu.models import GPT, Config
-from emu.spmd import BufferInFlight, CrossRankAccess
+from emu.spmd import BufferInFlight, CrossRankAccess, PlanError
 
 SMALL = Config(layers=1, width=8, heads=2, ffn=8, vocab=11, seq=4)
 TIERS = ("exact", "float64", "float32")
@@ -365,6 +365,24 @@ def test_a_mutant_that_makes_the_program_fail_is_killed():
     assert found and found.mutants_killed == found.mutants == 5
 
 
+@pytest.mark.parametrize("kind", ["all_reduce", "send"])
+def test_a_mutant_that_never_ends_is_killed(kind):
+    """A loop until all are done: a mutant that loses what the others say never is."""
+
+    def until_done(rank):
+        dp, rounds, done = rank.group("dp"), 0, torch.zeros(1)
+        while done < 3:
+            if kind == "all_reduce":
+                done = dp.all_reduce(torch.ones(1))
+            else:
+                dp.exchange([("send", torch.full((1,), 3.0), (rank + 1) % 3), ("recv", done, (rank - 1) % 3)])
+            rounds += 1
+        return torch.tensor([float(rounds)])
+
+    found = check(until_done, MESH, lambda: torch.ones(1), mutants="all", tier="float64")
+    assert found and found.mutants_killed > 0 and found.mutants_killed + found.mutants_equivalent == found.mutants
+
+
 @pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter", "all_to_all", "broadcast", "scatter", "send"])
 def test_mutants_of_every_kind_of_communication_are_killed(kind):
     def talk(rank):
@@ -397,6 +415,14 @@ def test_a_plan_is_verified_for_a_module_or_a_function_that_makes_one(tier, kind
     assert found and found.mutants_killed == 4, str(found)
     if kind == "module":  # it is left as it was
         assert all(p.grad is None and p.dtype == torch.float32 for p in model.parameters())
+
+
+@pytest.mark.parametrize("seq", [5, 32])
+def test_a_plan_with_longer_sequences_than_the_model_takes_is_refused(seq):
+    with pytest.raises(PlanError, match=rf"seq={seq}, but Decoder takes sequences of at most 4 tokens") as error:
+        emu.verify(GPT(SMALL), emu.Plan("dp=2", seq=seq))
+    assert (error.value.field, error.value.value, error.value.nearest) == ("seq", seq, 4)
+    assert emu.verify(GPT(SMALL), emu.Plan("dp=2", seq=3), mutants="none")  # shorter ones are fine
 
 
 def test_verify_says_what_a_model_lacks():
