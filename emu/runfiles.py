@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import os
 import tempfile
 import zipfile
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +47,7 @@ def write(run: Run, path: str | os.PathLike[str]) -> None:
         "folds": {axis: n for axis, n in run.mesh.folds.items() if axis != "edp"},
         "cluster": run.cluster.name,
         "nodes": run.cluster.nodes,
+        "cluster_digest": _digest(run.cluster),
         "launch_mode": run.launch_mode,
         "no_memory": run._no_memory,
         "results": results,
@@ -83,6 +86,7 @@ def read(path: str | os.PathLike[str], on: Cluster | None = None) -> tuple[Mesh,
         if no_memory is not None and no_memory not in NO_MEMORY:
             raise ValueError(f"it says {no_memory!r} of its memory")
         where = on if on is not None else _named_cluster(head["cluster"], head["nodes"])
+        digest = head.get("cluster_digest")  # files of earlier versions have none
     except (OSError, zipfile.BadZipFile, KeyError, ValueError, TypeError, TraceError, HardwareError) as error:
         known = isinstance(error, HardwareError)
         cure = (
@@ -91,6 +95,11 @@ def read(path: str | os.PathLike[str], on: Cluster | None = None) -> tuple[Mesh,
         raise EmuError(f"{path} cannot be read as a saved run: {error}", cure) from error
     except Exception as error:  # safetensors' own error type
         raise EmuError(f"{path} is damaged: {error}", "save it again with run.save(path)") from error
+    if on is None and digest is not None and digest != _digest(where):
+        raise EmuError(
+            f"{path} was run on a cluster named {where.name!r}, whose numbers are not those of emu's own {where.name!r}",
+            "pass the cluster it ran on: Run.load(path, on=cluster), or the one to price it on: on=emu.cluster(name)",
+        )
     return mesh, where, results, trace, head["launch_mode"], no_memory
 
 
@@ -100,6 +109,11 @@ def _write_whole(target: Path, content: bytes) -> None:
         written = Path(folder) / target.name
         written.write_bytes(content)
         os.replace(written, target)
+
+
+def _digest(cluster: Cluster) -> str:
+    """Tells clusters of one name apart by their numbers."""
+    return hashlib.sha256(repr(asdict(cluster)).encode()).hexdigest()
 
 
 def _named_cluster(name: str, nodes: int) -> Cluster:

@@ -262,6 +262,23 @@ def test_a_cluster_that_emu_does_not_know_by_name_is_passed_again(tmp_path):
     assert emu.Run.load(tmp_path / "run.emu", on=own).metrics == run.metrics
 
 
+@pytest.mark.parametrize(("name", "nodes"), [("h100-8", None), ("h100", 2)])
+def test_a_cluster_of_a_known_name_with_other_numbers_is_not_replaced(tmp_path, name, nodes):
+    from dataclasses import replace
+
+    known = emu.cluster(name, nodes)
+    own = replace(known, chip=replace(known.chip, hbm_bytes_per_s=known.chip.hbm_bytes_per_s / 2))
+    for on in (known, own):
+        run = emu.launch(train, emu.Mesh(dp=2, on=on))
+        run.save(tmp_path / "run.emu")
+        if on is own:
+            with pytest.raises(emu.EmuError, match=r"numbers are not those.*\n.*Run.load\(path, on=cluster\)"):
+                emu.Run.load(tmp_path / "run.emu")
+            assert emu.Run.load(tmp_path / "run.emu", on=own).metrics == run.metrics
+        else:
+            assert emu.Run.load(tmp_path / "run.emu").cluster == known
+
+
 def test_a_saved_file_has_ordinary_permissions(run, tmp_path):
     run.save(tmp_path / "run.emu")
     (tmp_path / "other").write_text("")
