@@ -53,7 +53,10 @@ def named(result: Any, prefix: str = "") -> dict[str, tuple[Tensor, Layout]]:
         )
     out: dict[str, tuple[Tensor, Layout]] = {}
     for key, value in items:
-        out |= named(value, _path(prefix, key))
+        for name, found in named(value, _path(prefix, key)).items():
+            if name in out:
+                raise EmuError(f"two results are called {name!r}", "give them different names, without dots")
+            out[name] = found
     return out
 
 
@@ -88,6 +91,13 @@ def whole_results(results: Sequence[Any], mesh: Mesh) -> dict[str, Tensor]:
                 ranks=tuple(lacking),
             )
         layout = by_rank[0][name][1]
+        axes = {*mesh.axes, *(axis for tensors in by_rank for axis in tensors[name][1].placements)}
+        unlike = (r for r, tensors in enumerate(by_rank) if any(tensors[name][1][a] != layout[a] for a in axes))
+        if other := next(unlike, None):
+            raise EmuError(
+                f"ranks 0 and {other} return {name!r} with different layouts: {layout} and {by_rank[other][name][1]}",
+                "state the same layout on every rank",
+            )
         out[name] = layout.whole({rank: tensors[name][0] for rank, tensors in enumerate(by_rank)}, mesh, name)
     return out
 

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from emu.spmd.errors import ReplicasDisagree
+from emu.spmd.errors import EmuError, ReplicasDisagree
 from emu.spmd.mesh import Mesh
+
+COMBINE: dict[str, Callable[[Tensor], Tensor]] = {  # pieces stacked along dimension 0 -> the whole
+    "sum": lambda x: x.sum(0),
+    "avg": lambda x: x.sum(0) / len(x),
+    "max": lambda x: x.amax(0),
+    "min": lambda x: x.amin(0),
+    "prod": lambda x: x.prod(0),
+}
 
 
 @dataclass(frozen=True)
@@ -26,9 +34,13 @@ class Replicate:
 
 @dataclass(frozen=True)
 class Partial:
-    """The whole is the sum of what the ranks of the axis hold."""
+    """The whole is the sum (or "avg", "max", "min", "prod") of what the ranks of the axis hold."""
 
     op: str = "sum"
+
+    def __post_init__(self) -> None:
+        if self.op not in COMBINE:
+            raise EmuError(f"there is no Partial({self.op!r})", f"use one of {', '.join(COMBINE)}")
 
 
 Placement = Shard | Replicate | Partial
@@ -50,15 +62,15 @@ class Layout:
         return self.placements.get(axis, Replicate())
 
     def local(self, whole: Tensor, mesh: Mesh, rank: int) -> Tensor:
-        """The piece of `whole` that `rank` holds (a view), under balanced cuts. A partial sum is whole on index 0."""
+        """The piece of `whole` that `rank` holds (a view), under balanced cuts. A partial sum or product is whole on index 0."""
         piece = whole
         for axis, index in mesh.coords(rank).items():
             placement = self[axis]
             if isinstance(placement, Shard):
                 sizes = split_sizes(piece.shape[placement.dim], mesh.axes[axis])
                 piece = piece.split(sizes, placement.dim)[index]
-            elif isinstance(placement, Partial) and index:
-                piece = torch.zeros_like(piece)
+            elif isinstance(placement, Partial) and index and placement.op in ("sum", "prod"):
+                piece = torch.zeros_like(piece) if placement.op == "sum" else torch.ones_like(piece)
         return piece
 
     def whole(self, pieces: Mapping[int, Tensor], mesh: Mesh, name: str = "tensor") -> Tensor:
@@ -70,7 +82,13 @@ class Layout:
 
         Raises:
             ReplicasDisagree: replicas differ in shape or in any bit; names the ranks.
+            EmuError: the layout names an axis that the mesh lacks.
         """
+        if foreign := [axis for axis in self.placements if axis not in mesh.axes]:
+            raise EmuError(
+                f"the layout of {name!r} names axis {foreign[0]!r}, but the mesh has {', '.join(mesh.axes) or 'no axes'}",
+                "name axes of the mesh",
+            )
         return self._join(pieces, mesh, list(mesh.axes), {}, name)[0]
 
     def _join(
@@ -86,7 +104,7 @@ class Layout:
         if isinstance(placement, Shard):
             return torch.cat(tensors, placement.dim), first
         if isinstance(placement, Partial):
-            return torch.stack(tensors).sum(0), first
+            return COMBINE[placement.op](torch.stack(tensors)), first
         for tensor, rank in parts[1:]:
             if not same_bits(tensor, tensors[0]):
                 raise ReplicasDisagree(

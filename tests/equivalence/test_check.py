@@ -279,6 +279,33 @@ def test_pieces_are_put_together_by_their_layouts():
     assert not forgot  # without its layout a piece is a replica that disagrees
 
 
+@pytest.mark.parametrize(("op", "whole"), [("sum", 6.0), ("avg", 2.0), ("max", 3.0), ("min", 1.0), ("prod", 6.0)])
+def test_partial_results_are_combined_by_their_operation(op, whole):
+    def parts(rank):
+        return emu.Grads({"w": torch.ones(2) * (rank + 1)}, {"w": emu.Layout({"dp": emu.Partial(op)})})
+
+    assert check(parts, MESH, lambda: {"w": torch.full((2,), whole)})
+    assert not check(parts, MESH, lambda: {"w": torch.full((2,), whole + 1)})
+    with pytest.raises(emu.EmuError, match=r"no Partial\('mean'\).*\n.*sum, avg, max, min, prod"):
+        emu.Partial("mean")
+
+
+def test_layouts_that_differ_or_name_no_axis_and_names_that_collide_are_refused():
+    def cut(rank, axis, everyone):
+        layouts = {"w": emu.Layout({axis: emu.Shard(0)})} if everyone or rank != 1 else {}
+        return emu.Grads({"w": torch.ones(1)}, layouts)
+
+    right = lambda *args: {"w": torch.ones(3)}  # noqa: E731
+    assert check(cut, MESH, right, args=("dp", True))
+    with pytest.raises(emu.EmuError, match="ranks 0 and 1 return 'w' with different layouts"):
+        check(cut, MESH, right, args=("dp", False))
+    with pytest.raises(emu.EmuError, match="'w' names axis 'tp', but the mesh has dp"):
+        check(cut, MESH, right, args=("tp", True))
+    twice = {"a": {"b": 1.0}, "a.b": 2.0}
+    with pytest.raises(emu.EmuError, match=r"two results are called 'a\.b'"):
+        check(lambda rank: twice, MESH, lambda: twice)
+
+
 # A reference with a rank, without one, and with arguments.
 
 
