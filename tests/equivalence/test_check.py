@@ -501,3 +501,15 @@ def test_a_check_leaves_torch_as_it_was():
     with pytest.raises(ZeroDivisionError):
         check(lambda rank: 1 / 0, MESH, reference)
     assert torch.get_default_dtype() == before and torch.equal(torch.random.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("tier", ["exact", "float64", "float32"])
+def test_whole_numbers_are_compared_as_whole_numbers(tier):
+    """2^53 and 2^53 + 1 are the same double."""
+
+    def one_more(more):
+        return lambda rank: {"w": torch.ones(2), "count": torch.tensor([2**53 + more])}
+
+    assert check(one_more(1), MESH, one_more(1), tier=tier, mutants="none")
+    verdict = check(one_more(1), MESH, one_more(0), tier=tier, mutants="none")
+    assert not verdict and verdict.first_divergence == "count"
