@@ -74,6 +74,33 @@ class Finished(Work):
         return True
 
 
+class Together(Work):
+    """Several works as one."""
+
+    def __init__(self, works: list[Work]) -> None:
+        self._works = works
+
+    def wait(self) -> list[Any]:
+        return [work.wait() for work in self._works]
+
+    def done(self) -> bool:
+        return all(work.done() for work in self._works)
+
+
+class OneMessage(Work):
+    """A single message's work, whose result is its tensor."""
+
+    def __init__(self, work: Work, tensor: Tensor) -> None:
+        self._work, self._tensor = work, tensor
+
+    def wait(self) -> Tensor:
+        self._work.wait()
+        return self._tensor
+
+    def done(self) -> bool:
+        return self._work.done()
+
+
 class Channel(Protocol):
     """What a group needs of the devices beneath it; one per rank."""
 

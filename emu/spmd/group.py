@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from emu.spmd.arguments import at, peer_of, readable, reduction, sizes_of, whole, writable
-from emu.spmd.calls import ALGORITHMS, Call, Channel, Finished, Message, Work
+from emu.spmd.calls import ALGORITHMS, Call, Channel, Finished, Message, OneMessage, Together
 from emu.spmd.errors import CollectiveError
 
 
@@ -241,7 +241,7 @@ class Group:
                 self._run(Call("ring_shift", x, out, along, cut, by=places % self.size), async_op, algorithm, name)
             )
         if many and async_op:
-            return _All(done)
+            return Together(done)
         return done if many else done[0]
 
     def barrier(self, *, async_op: bool = False, name: str | None = None) -> Any:
@@ -294,7 +294,7 @@ class Group:
             with self._channel.synchronous():
                 work = Finished(self._channel.messages(self, posted).wait())
         if _single:
-            return _First(work, result[0]) if async_op else result[0]
+            return OneMessage(work, result[0]) if async_op else result[0]
         return work if async_op else result
 
     def _run(self, call: Call, async_op: bool, algorithm: str | None, name: str | None) -> Any:
@@ -314,30 +314,3 @@ class Group:
 
     def _piece(self, x: Tensor, dim: int, cut: tuple[int, ...] | None) -> tuple[int, ...]:
         return (*x.shape[:dim], cut[self.rank] if cut is not None else x.shape[dim] // self.size, *x.shape[dim + 1 :])
-
-
-class _All(Work):
-    """Several works as one."""
-
-    def __init__(self, works: list[Work]) -> None:
-        self._works = works
-
-    def wait(self) -> list[Any]:
-        return [work.wait() for work in self._works]
-
-    def done(self) -> bool:
-        return all(work.done() for work in self._works)
-
-
-class _First(Work):
-    """A single message's work, whose result is its tensor."""
-
-    def __init__(self, work: Work, tensor: Tensor) -> None:
-        self._work, self._tensor = work, tensor
-
-    def wait(self) -> Tensor:
-        self._work.wait()
-        return self._tensor
-
-    def done(self) -> bool:
-        return self._work.done()
