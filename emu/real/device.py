@@ -60,6 +60,9 @@ class RealDevice:
     def watch(self, module: nn.Module, name: str) -> None:
         """Nothing: the record of a real run has no module scopes."""
 
+    def account(self, tensor: Any, category: str, scope: str) -> None:
+        """Nothing: memory is not recorded."""
+
     def mark(self, name: str) -> None:
         self.events.append(Mark(name))
 

@@ -66,6 +66,16 @@ def writable(group: Group, kind: str, x: Any) -> None:
         )
 
 
+def fits(group: Group, kind: str, out: Any, x: Tensor, shape: tuple[int, ...]) -> None:
+    """Raises CollectiveError for an `out` that the result of a collective over x cannot be written into."""
+    writable(group, kind, out)
+    if tuple(out.shape) != shape or out.dtype != x.dtype:
+        raise CollectiveError(
+            f"{at(group, kind)}: the result is {x.dtype} of shape {shape}, but out is {out.dtype} of shape {tuple(out.shape)}",
+            "give out the dtype of what is gathered, and room for every rank's piece",
+        )
+
+
 def reduction(group: Group, kind: str, x: Tensor, op: str) -> None:
     """Raises CollectiveError for a reduction that is not defined."""
     if op not in REDUCTIONS:

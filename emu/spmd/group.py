@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from emu.spmd.arguments import at, peer_of, readable, reduction, sizes_of, whole, writable
+from emu.spmd.arguments import at, fits, peer_of, readable, reduction, sizes_of, whole, writable
 from emu.spmd.calls import ALGORITHMS, Call, Channel, Finished, Message, OneMessage, Together
 from emu.spmd.errors import CollectiveError
 
@@ -102,6 +102,7 @@ class Group:
         dim: int = 0,
         sizes: Sequence[int] | None = None,
         *,
+        out: Tensor | None = None,
         async_op: bool = False,
         algorithm: str | None = None,
         name: str | None = None,
@@ -110,10 +111,15 @@ class Group:
 
         Args:
             sizes: length of every rank's x along dim, where they are not all equal.
+            out: a buffer to gather into; x may be this rank's own part of it.
         """
         dim = readable(self, "all_gather", x, dim)
         cut = sizes_of(self, "all_gather", sizes, x, dim, own=True)
-        out = self._channel.empty(x, self._joined(x, dim, cut))
+        shape = self._joined(x, dim, cut)
+        if out is None:
+            out = self._channel.empty(x, shape)
+        else:
+            fits(self, "all_gather", out, x, shape)
         return self._run(Call("all_gather", x, out, dim, cut), async_op, algorithm, name)
 
     def gather(

@@ -67,6 +67,8 @@ class Device(Protocol):
 
     def watch(self, module: nn.Module, name: str) -> None: ...
 
+    def account(self, tensor: Tensor, category: str, scope: str) -> None: ...
+
     def mark(self, name: str) -> None: ...
 
     def synchronize(self) -> None: ...
@@ -103,12 +105,14 @@ class Rank(int):
     def world_size(self) -> int:
         return self.mesh.size
 
-    def group(self, *axes: str, members: Sequence[int] | None = None) -> Group:
+    def group(self, *axes: str, members: Sequence[int] | None = None, label: str | None = None) -> Group:
         """The group this rank forms along the given axes, or of listed global ranks; without either, all ranks.
 
         Args:
             axes: mesh axes; several span a plane, in mesh order.
             members: global ranks, in group order; this rank must be among them.
+            label: what to call listed members in traces and messages; their ranks where not given. Groups that do
+                their part in the same communication pattern share one, as the groups along an axis do.
 
         Raises:
             MeshError: an unknown axis; members that are not distinct ranks of the mesh, or leave this rank out.
@@ -118,14 +122,16 @@ class Rank(int):
                 f"group({', '.join(map(repr, axes))}) with members={members!r} names no group",
                 'name axes one by one, group("dp", "cp"), or list global ranks, group(members=[0, 3])',
             )
+        if label is not None and (members is None or not isinstance(label, str)):
+            raise MeshError(f"label={label!r} names no listed members", "give a text, beside members=[...]")
         key: Any = axes if members is None else tuple(members)
-        kind = (members is None, key)
+        kind = (members is None, key, label)
         if kind not in self._groups:
             if members is None:
                 ranks = self.mesh.members(self.id, *axes) if axes else tuple(range(self.mesh.size))
                 label = "+".join(axes) or "world"
             else:
-                ranks, label = self._listed(axes, key), str(list(key)).replace(" ", "")
+                ranks, label = self._listed(axes, key), label or str(list(key)).replace(" ", "")
             self._groups[kind] = Group(label, ranks, ranks.index(self.id), self._device.channel)
         return self._groups[kind]
 
@@ -165,6 +171,15 @@ class Rank(int):
     def watch(self, module: nn.Module, name: str = "") -> None:
         """Gives the module's tensors and submodules their names in every view and message."""
         self._device.watch(module, name)
+
+    def account(self, tensor: Tensor, category: str, scope: str = "") -> None:
+        """Says what a tensor's memory is for, where that does not show by itself: a bucket of gradients, a master copy.
+
+        Args:
+            category: "parameters", "gradients", "optimizer", "activations", "communication" or "temporary".
+            scope: the part of the model that it belongs to.
+        """
+        self._device.account(tensor, category, scope)
 
     def mark(self, name: str) -> None:
         """Names this point of the program, e.g. "step 3", in the trace and its pictures."""

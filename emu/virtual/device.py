@@ -104,6 +104,10 @@ class VirtualDevice:
         if self.tracker is not None:
             self.tracker.watch(module, name)
 
+    def account(self, tensor: Tensor, category: str, scope: str) -> None:
+        if self.tracker is not None:
+            self.tracker.declare(tensor, category, scope)
+
     def mark(self, name: str) -> None:
         self.events.append(Mark(name))
 

@@ -98,7 +98,7 @@ def carry_out(calls: Sequence[Call]) -> None:
         case "all_gather" | "gather":
             for c in calls:
                 if c.target is not None:
-                    torch.cat(_all(sources), first.dim, out=c.target)
+                    _join(c.target, _all(sources), first.dim)
         case "reduce_scatter":
             parts = _all(sources)
             cuts = cuts_of(first, parts[0].shape[first.dim], n)
@@ -118,6 +118,17 @@ def carry_out(calls: Sequence[Call]) -> None:
                 _put(c.target, sources[(i - c.by) % n])
         case kind:
             raise AssertionError(f"no definition of {kind}")
+
+
+def _join(target: Tensor, parts: Sequence[Tensor], dim: int) -> None:
+    """Writes parts side by side; one of them may already stand where it belongs."""
+    storage = target.untyped_storage().data_ptr()
+    if all(part.untyped_storage().data_ptr() != storage for part in parts):
+        torch.cat(parts, dim, out=target)
+        return
+    for place, part in zip(target.split([part.shape[dim] for part in parts], dim), parts):
+        if place.data_ptr() != part.data_ptr():
+            place.copy_(part)
 
 
 def _all(tensors: Sequence[Tensor | None]) -> list[Tensor]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from emu.spmd.errors import CrossRankAccess, EmuError
+from emu.trace.events import CATEGORIES
 from emu.virtual.device import VirtualDevice, refuse_trainable
 from emu.virtual.hbm import Block
 from emu.virtual.lines import user_line
@@ -114,9 +115,22 @@ class Tensors:
     def account(self, t: Tensor, category: str, like: Tensor | None = None) -> None:
         """Moves a tensor's storage to a category, and to the place of another tensor's, if this device has it."""
         block = getattr(t.untyped_storage(), "_emu", None)
-        if type(block) is Block and block.ledger is self.ledger and block.category != "parameters":
+        if type(block) is Block and block.ledger is self.ledger and not block.watched and block.category != "parameters":
             model = getattr(like.untyped_storage(), "_emu", None) if isinstance(like, Tensor) else None
             self.ledger.recategorise(block, category, model.scope if type(model) is Block else None)
+
+    def declare(self, t: Tensor, category: str, scope: str) -> None:
+        """The program says what a tensor is for; nothing that is found out later changes that.
+
+        Raises:
+            EmuError: there is no such category.
+        """
+        if category not in CATEGORIES:
+            raise EmuError(f"there is no category {category!r} of memory", f"use one of {', '.join(CATEGORIES)}")
+        block = getattr(t.untyped_storage(), "_emu", None)
+        if type(block) is Block and block.ledger is self.ledger:
+            block.watched = True
+            self.ledger.recategorise(block, category, scope)
 
     def resizes(self, storage: Any, size: int) -> None:
         """Before a storage changes its size: raises if the new one does not fit beside the old one."""

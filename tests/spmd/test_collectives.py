@@ -332,3 +332,55 @@ def test_several_shifts_at_once():
         return a.item(), b.tolist(), works.wait()[0].item()
 
     assert run_virtual(program, Mesh(ranks=3)).results == [(1, [1, 1], 1), (2, [2, 2], 2), (0, [0, 0], 0)]
+
+
+# Into a buffer of one's own.
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=5).filter(any), st.booleans())
+def test_a_gather_into_a_buffer_equals_one_into_a_new_tensor(sizes, in_place):
+    def program(rank):
+        group = rank.group("dp")
+        first = sum(sizes[:rank])
+        mine = torch.arange(first, first + sizes[rank], dtype=torch.float32)
+        out = torch.full((sum(sizes),), -1.0)
+        if in_place:  # this rank's part stands where it belongs
+            out[first : first + sizes[rank]] = mine
+            mine = out[first : first + sizes[rank]]
+        into = group.all_gather(mine, sizes=sizes, out=out)
+        assert into is out
+        return out, group.all_gather(mine.clone(), sizes=sizes)
+
+    for out, new in emu.launch(program, emu.Mesh(dp=len(sizes))).results:
+        assert torch.equal(out, new) and torch.equal(out, torch.arange(float(sum(sizes))))
+
+
+def test_a_buffer_that_the_result_does_not_fit_is_refused():
+    for out in (torch.zeros(3), torch.zeros(4, dtype=torch.float64)):
+        with pytest.raises(emu.EmuError, match=r"the result is torch.float32 of shape \(4,\), but out is"):
+            emu.launch(
+                lambda rank, out=out: rank.group("dp").all_gather(torch.zeros(2), out=out.clone()), emu.Mesh(dp=2)
+            )
+
+
+def test_listed_members_may_have_a_name():
+    run = emu.launch(
+        lambda rank: rank.group(members=[rank // 2 * 2, rank // 2 * 2 + 1], label="pair").all_reduce(torch.ones(1)),
+        emu.Mesh(dp=4),
+    )
+    assert set(run.metrics.comm_bytes) == {"pair"} and [float(r) for r in run.results] == [2.0] * 4
+    with pytest.raises(emu.EmuError, match=r"label='x' names no listed members"):
+        emu.launch(lambda rank: rank.group("dp", label="x"), emu.Mesh(dp=2))
+
+
+def test_a_program_says_what_memory_is_for():
+    def program(rank):
+        bucket = torch.zeros(100)
+        rank.account(bucket, "gradients", "bucket 0")
+        rank.mark("there")
+        return bucket
+
+    run = emu.launch(program, emu.Mesh(dp=1))
+    assert run.memory.at_peak(0)["gradients"] == 400
+    with pytest.raises(emu.EmuError, match="no category 'grads' of memory"):
+        emu.launch(lambda rank: rank.account(torch.zeros(1), "grads"), emu.Mesh(dp=1))
