@@ -115,7 +115,12 @@ class Tensors:
     def account(self, t: Tensor, category: str, like: Tensor | None = None) -> None:
         """Moves a tensor's storage to a category, and to the place of another tensor's, if this device has it."""
         block = getattr(t.untyped_storage(), "_emu", None)
-        if type(block) is Block and block.ledger is self.ledger and not block.watched and block.category != "parameters":
+        if (
+            type(block) is Block
+            and block.ledger is self.ledger
+            and not block.watched
+            and block.category != "parameters"
+        ):
             model = getattr(like.untyped_storage(), "_emu", None) if isinstance(like, Tensor) else None
             self.ledger.recategorise(block, category, model.scope if type(model) is Block else None)
 

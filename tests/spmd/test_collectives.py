@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import emu
 import emu.virtual.rendezvous as rendezvous
 from emu.spmd import Mesh
 from emu.virtual.launch import run_virtual
