@@ -120,7 +120,7 @@ def carry_out(calls: Sequence[Call]) -> None:
             raise AssertionError(f"no definition of {kind}")
 
 
-def _join(target: Tensor, parts: Sequence[Tensor], dim: int) -> None:
+def _join(target: Tensor, parts: list[Tensor], dim: int) -> None:
     """Writes parts side by side; one of them may already stand where it belongs."""
     storage = target.untyped_storage().data_ptr()
     if all(part.untyped_storage().data_ptr() != storage for part in parts):
