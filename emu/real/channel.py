@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -22,6 +23,8 @@ from emu.trace.events import Wait
 
 if TYPE_CHECKING:
     from emu.real.device import RealDevice
+
+LOOK_S = 0.001  # between two looks at several works, of which the first is wanted
 
 
 class RealChannel:
@@ -146,8 +149,36 @@ class RealWork(Work):
                 self._device.events.append(Wait(number, self._device.current))
         return self._result()
 
+    def first(self, many: Sequence[Sequence[Work]]) -> int:
+        """As it happens: which comes first may differ from run to run."""
+        pending = FirstOf([[p for work in parts for p, *_ in cast(RealWork, work)._parts] for parts in many])
+        # Who else is needed is left open: any one of them is enough, so none of them alone makes a deadlock.
+        self._board.wait(pending, Waiting(f"wait_any of {len(many)}", self._parts[0][1].where, 0, {}))
+        return pending.index
+
     def settle(self) -> None:
         """Waits without recording it."""
         for pending, waiting, stream, _ in self._parts:
             self._board.wait(pending, waiting)
             self._device.release(stream, self)
+
+
+class FirstOf:
+    """Some lists of jobs, of which one has to be finished."""
+
+    def __init__(self, many: list[list[Pending]]) -> None:
+        self._many = many
+        self.index = -1
+
+    def finished(self, timeout_s: float) -> bool:
+        until = time.monotonic() + timeout_s
+        while self.index < 0:
+            self.index = next((i for i, jobs in enumerate(self._many) if all(job.finished(0) for job in jobs)), -1)
+            if time.monotonic() >= until:
+                break
+            if self.index < 0:
+                time.sleep(LOOK_S)
+        return self.index >= 0
+
+    def result(self) -> None:
+        """Nothing yet: the work that is chosen is waited for by itself."""

@@ -1,6 +1,6 @@
 """What a program sees: ranks, groups and their collectives, meshes, layouts, precision."""
 
-from emu.spmd.calls import Work
+from emu.spmd.calls import Work, wait_any
 from emu.spmd.errors import (
     BufferInFlight,
     CollectiveError,
@@ -67,4 +67,5 @@ __all__ = [
     "scatter_to",
     "shift",
     "split_sizes",
+    "wait_any",
 ]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
+
+from emu.spmd.errors import CollectiveError
 
 if TYPE_CHECKING:
     from emu.spmd.group import Group
@@ -60,6 +63,39 @@ class Work:
         """Whether every member has joined in, without waiting."""
         raise NotImplementedError
 
+    def parts(self) -> list[Work]:
+        """The device's works that this one stands for; none if there is nothing left to wait for."""
+        return [self]
+
+    def first(self, many: Sequence[Sequence[Work]]) -> int:
+        """Waits until all of one of many lists of the device's works are done. Returns which: see wait_any."""
+        raise NotImplementedError
+
+
+def wait_any(works: Sequence[Work]) -> int:
+    """Waits until one of several works is done. Returns its index; its own `wait()` gives its result without delay.
+
+    The first is the one that ends first: by the virtual clocks under order="time", as it happens on real devices. Among
+    equals, and among several that are done already where nobody keeps time, it is the one listed first. This is
+    MPI_Waitany (MPI 4.1, section 3.7.5).
+
+    Args:
+        works: what `async_op=True` returned, at least one. Leave out those that were waited for: they stay done.
+
+    Raises:
+        CollectiveError: no work at all, or something that is none.
+        Deadlock: none of them can end.
+    """
+    wrong = next((work for work in works if not isinstance(work, Work)), None)
+    if not works or wrong is not None:
+        raise CollectiveError(
+            f"wait_any: {type(wrong).__name__} is not a work under way" if works else "wait_any: no work to wait for",
+            "pass a list of what calls with async_op=True returned",
+        )
+    many = [work.parts() for work in works]
+    finished = next((i for i, parts in enumerate(many) if not parts), None)
+    return many[0][0].first(many) if finished is None else finished
+
 
 @dataclass(slots=True)
 class Finished(Work):
@@ -72,6 +108,9 @@ class Finished(Work):
 
     def done(self) -> bool:
         return True
+
+    def parts(self) -> list[Work]:
+        return []
 
 
 class Together(Work):
@@ -86,6 +125,9 @@ class Together(Work):
     def done(self) -> bool:
         return all(work.done() for work in self._works)
 
+    def parts(self) -> list[Work]:
+        return [part for work in self._works for part in work.parts()]
+
 
 class OneMessage(Work):
     """A single message's work, whose result is its tensor."""
@@ -99,6 +141,9 @@ class OneMessage(Work):
 
     def done(self) -> bool:
         return self._work.done()
+
+    def parts(self) -> list[Work]:
+        return self._work.parts()
 
 
 class Channel(Protocol):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor
 
@@ -17,7 +18,47 @@ if TYPE_CHECKING:
     from emu.virtual.streams import VirtualStream
 
 
-class CollectiveWork(Work):
+class VirtualWork(Work):
+    """A work of a virtual device: meetings and halves of messages, each with its event."""
+
+    _device: VirtualDevice
+    _line: str
+
+    def items(self) -> list[tuple[Meeting | Half, Collective | Transfer]]:
+        raise NotImplementedError
+
+    def first(self, many: Sequence[Sequence[Work]]) -> int:
+        device, line = self._device, self._line
+        works = [[item for work in parts for item in cast(VirtualWork, work).items()] for parts in many]
+        scheduler, rank = device.rendezvous.scheduler, device.rank
+
+        def done() -> list[int]:
+            return [i for i, items in enumerate(works) if all(item.done for item, _ in items)]
+
+        def ends_s(i: int) -> float:
+            if device.clock is None:
+                return 0.0
+            return max(item.start_s + device.clock._seconds(event) for item, event in works[i])
+
+        def missing() -> list[int]:
+            return sorted({peer for items in works for item, _ in items if not item.done for peer in item.missing()})
+
+        scheduler.before_op(rank)
+        if not done():
+            for items in works:
+                for item, _ in items:
+                    if not item.done and rank not in item.waiters:
+                        item.waiters.append(rank)
+            scheduler.block(rank, Waiting(f"wait_any of {len(works)}", line, missing), lambda: bool(done()))
+        # What was posted first need not end first: whoever is behind that end goes on before it is decided.
+        thread = scheduler.threads[rank]
+        now, thread.clock_s = thread.clock_s, max(thread.clock_s, min(map(ends_s, done())))
+        scheduler.before_op(rank)
+        thread.clock_s = now
+        return min(done(), key=ends_s)
+
+
+class CollectiveWork(VirtualWork):
     """A collective under way on this rank."""
 
     def __init__(
@@ -37,13 +78,16 @@ class CollectiveWork(Work):
     def done(self) -> bool:
         return self._meeting.done
 
+    def items(self) -> list[tuple[Meeting | Half, Collective | Transfer]]:
+        return [(self._meeting, self._event)]
+
     def wait(self) -> Any:
         _stand_still(self._device, self._meeting, self._what, self._line)
         _ordered(self._device, self._meeting, self._event, self._point)
         return self._call.target
 
 
-class MessagesWork(Work):
+class MessagesWork(VirtualWork):
     """Some messages under way; the result is their tensors."""
 
     def __init__(
@@ -53,6 +97,9 @@ class MessagesWork(Work):
 
     def done(self) -> bool:
         return all(part[0].done for part in self._parts)
+
+    def items(self) -> list[tuple[Meeting | Half, Collective | Transfer]]:
+        return [(half, event) for half, _, event, *_ in self._parts]
 
     def wait(self) -> list[Tensor]:
         for half, what, *_ in self._parts:
