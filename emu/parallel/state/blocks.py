@@ -19,7 +19,7 @@ import numpy.typing as npt
 from emu.parallel.state.errors import StateError
 
 Bytes = npt.NDArray[np.uint8]
-BLOCK_BYTES = 1 << 20  # stays in a core's cache between reading, summing and copying
+BLOCK_BYTES = 1 << 18  # stays in a core's cache between reading, summing and copying
 _PAGE_BYTES = 4096
 
 
@@ -42,29 +42,31 @@ class BlockWriter:
         self._file, self._buffer, self._filled = file, np.empty(BLOCK_BYTES, np.uint8), 0
         self.written_bytes, self.sums = 0, list[int]()
 
-    def room_bytes(self) -> int:
-        """How much fits into the block at hand."""
-        return BLOCK_BYTES - self._filled
-
     def write(self, data: Bytes) -> None:
         """Adds bytes, any number of them."""
         done = 0
         while done < len(data):
-            n = min(self.room_bytes(), len(data) - done)
-            self._buffer[self._filled : self._filled + n] = data[done : done + n]
-            self._filled += n
+            n = min(BLOCK_BYTES - self._filled, len(data) - done)
+            part = data[done : done + n]
             done += n
             self.written_bytes += n
+            if n == BLOCK_BYTES:
+                self._out(part)
+                continue
+            self._buffer[self._filled : self._filled + n] = part
+            self._filled += n
             if self._filled == BLOCK_BYTES:
                 self.finish()
 
     def finish(self) -> None:
         """Writes out the block at hand."""
         if self._filled:
-            block = self._buffer[: self._filled]
-            self.sums.append(checksum(block))
-            self._file.write(block.data)
+            self._out(self._buffer[: self._filled])
             self._filled = 0
+
+    def _out(self, block: Bytes) -> None:
+        self.sums.append(checksum(block))
+        self._file.write(block.data)
 
 
 class Stored(NamedTuple):
@@ -76,12 +78,19 @@ class Stored(NamedTuple):
 
 
 class Request(NamedTuple):
-    """A stretch of a file that somebody wants. `put(bytes, at)` gets it in parts, `at` counted from its first byte."""
+    """A stretch of a file that somebody wants.
+
+    Fields:
+        file, offset, bytes: where it lies.
+        put: called as put(part, at) for each part of it, `at` counted from its first byte.
+        memory: if it is to lie in this memory: then blocks are read right into it, and only the rest is put.
+    """
 
     file: Stored
     offset: int
     bytes: int
     put: Callable[[Bytes, int], Any]
+    memory: Bytes | None = None
 
 
 def read_blocks(requests: Iterable[Request]) -> None:
@@ -99,12 +108,17 @@ def read_blocks(requests: Iterable[Request]) -> None:
             for request in wanted:
                 position, end = request.offset, request.offset + request.bytes
                 while position < end:
-                    if position // BLOCK_BYTES != number:
-                        number = position // BLOCK_BYTES
-                        _read_block(file, request.file, number, buffer)
-                    first = number * BLOCK_BYTES
+                    here, at = position // BLOCK_BYTES, position - request.offset
+                    first = here * BLOCK_BYTES
+                    if request.memory is not None and position == first and end - first >= BLOCK_BYTES:
+                        _read_block(file, request.file, here, request.memory[at : at + BLOCK_BYTES])
+                        position += BLOCK_BYTES
+                        continue
+                    if here != number:
+                        _read_block(file, request.file, here, buffer)
+                        number = here
                     part = buffer[position - first : min(end - first, BLOCK_BYTES)]
-                    request.put(part, position - request.offset)
+                    request.put(part, at)
                     position += len(part)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -76,6 +76,7 @@ def load_state(
         return [None] * len(found)
 
     def fill() -> None:
+        rank.synchronize()  # the host is about to write where kernels may still be at work
         read_blocks(_requests(folder, opened[0], tensors))
         state.append(_rng(folder, opened[0], rank.id))
 
@@ -139,16 +140,21 @@ def _requests(folder: Path, index: Index, tensors: Mapping[str, Sequence[Piece]]
                 if start < stop:
                     offset = held.offset + (start - held.start) * width
                     target = piece.tensor.detach()[start - piece.start : stop - piece.start]
-                    yield Request(files[held.file], offset, (stop - start) * width, _into(target, dtype))
+                    yield Request(files[held.file], offset, (stop - start) * width, *_into(target, dtype))
 
 
-def _into(target: torch.Tensor, dtype: torch.dtype) -> Any:
+def _into(target: torch.Tensor, dtype: torch.dtype) -> tuple[Callable[[Bytes, int], None], Bytes | None]:
+    """How bytes of a dtype get into a tensor; and its memory, if they are to lie there just so."""
+    if target.device.type == "cpu" and target.dtype == dtype and target.stride(0) == 1:
+        memory = target.view(torch.uint8).numpy()
+        return lambda part, at: memory.__setitem__(slice(at, at + len(part)), part), memory
+
     def put(part: Bytes, at: int) -> None:
         values = torch.from_numpy(part).view(dtype)
         at //= dtype.itemsize
         target[at : at + len(values)].copy_(values)
 
-    return put
+    return put, None
 
 
 def _rng(folder: Path, index: Index, rank: int) -> Rng | None:

@@ -25,6 +25,7 @@ from emu.parallel.state.safetensors import NAMES, Entry, head
 from emu.spmd import Rank
 
 _RNG = "random generators"  # the entry of a rank's file
+_COPIED = 1 << 20  # elements at a time
 
 
 def save_state(
@@ -92,7 +93,7 @@ def _write(path: Path, tensors: Mapping[str, Sequence[Piece]], share: Sequence[S
             offsets[i] = blocks.written_bytes
             piece = _piece(tensors, share[i])
             held = piece.tensor.detach()[share[i].start - piece.start : share[i].stop - piece.start]
-            for part in _parts(held, blocks):
+            for part in _parts(held):
                 blocks.write(part)
         at = blocks.written_bytes
         if text is not None:
@@ -103,13 +104,13 @@ def _write(path: Path, tensors: Mapping[str, Sequence[Piece]], share: Sequence[S
     return {"file": {"bytes": blocks.written_bytes, "sums": blocks.sums, "rng": rng}, "offsets": offsets}
 
 
-def _parts(held: Tensor, blocks: BlockWriter) -> Iterator[Bytes]:
-    """The bytes of a tensor, each time as many as the block at hand has room for: device memory is copied in small parts."""
-    at, width = 0, held.element_size()
-    while at < len(held):
-        n = max(1, blocks.room_bytes() // width)
-        yield held[at : at + n].contiguous().view(torch.uint8).cpu().numpy()
-        at += n
+def _parts(held: Tensor) -> Iterator[Bytes]:
+    """The bytes of a tensor: as they lie in the host's memory, or copied there in small parts."""
+    if held.device.type == "cpu" and held.stride(0) == 1:
+        yield held.view(torch.uint8).numpy()
+        return
+    for part in held.split(_COPIED):
+        yield torch.empty(len(part), dtype=part.dtype).copy_(part).view(torch.uint8).numpy()
 
 
 def _piece(tensors: Mapping[str, Sequence[Piece]], share: Share) -> Piece:
