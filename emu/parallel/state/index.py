@@ -9,16 +9,19 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from math import prod
+from operator import index
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from emu.parallel.state import blocks
 from emu.parallel.state.blocks import Stored
 from emu.parallel.state.errors import StateError
 from emu.parallel.state.safetensors import DTYPES
 
 INDEX = "emu-state.json"
-FORMAT = "emu state 1"
+FORMAT = "emu state 1"  # changes with the size of blocks, too
 SAVE = re.compile(r"save-(\d{6,})")
 
 
@@ -115,17 +118,44 @@ _SEE = "name the folder that the checkpoint was saved to"
 
 
 def _parsed(body: Any) -> Index:
+    """The index as typed data, checked as far as it can be without the files: it may be anybody's.
+
+    Raises:
+        ValueError, KeyError, TypeError: it makes no sense.
+    """
     tensors = {
         kind: {
-            name: Whole(tuple(shape), dtype, [Range(*r) for r in ranges])
+            name: Whole(tuple(map(index, shape)), dtype, [Range(*map(index, r)) for r in ranges])
             for name, (shape, dtype, ranges) in of_kind.items()
         }
         for kind, of_kind in body["tensors"].items()
     }
-    unknown = {w.dtype for of_kind in tensors.values() for w in of_kind.values()} - set(DTYPES)
-    if not SAVE.fullmatch(body["save"]) or unknown:
-        raise ValueError(f"save {body['save']!r}, dtypes {sorted(unknown)}")
-    return Index(body["save"], body["mesh"], body["extra"], body["files"], tensors)
+    files = body["files"]
+    if not SAVE.fullmatch(body["save"]) or not files:
+        raise ValueError(f"save {body['save']!r} of {len(files)} files")
+    for file in files:
+        start, length = file["rng"] or (0, 0)
+        if (
+            len(file["sums"]) != -(-file["bytes"] // blocks.BLOCK_BYTES)
+            or not 0 <= start <= start + length <= file["bytes"]
+        ):
+            raise ValueError(f"a file of {file['bytes']} bytes and {len(file['sums'])} checksums")
+    for of_kind in tensors.values():
+        for name, whole in of_kind.items():
+            _check(name, whole, [file["bytes"] for file in files])
+    return Index(body["save"], body["mesh"], body["extra"], files, tensors)
+
+
+def _check(name: str, whole: Whole, lengths: Sequence[int]) -> None:
+    """The ranges of a tensor follow on each other from its first element to its last, and lie inside of their files."""
+    width, at = DTYPES[whole.dtype].itemsize, 0
+    for start, stop, file, offset in whole.ranges:
+        inside = 0 <= file < len(lengths) and 0 <= offset <= lengths[file] - (stop - start) * width
+        if start != at or stop <= start or not inside or offset % width:
+            raise ValueError(f"elements {start} to {stop} of {name}")
+        at = stop
+    if at != prod(whole.shape):
+        raise ValueError(f"{at} elements of {name}")
 
 
 def _digest(body: Any) -> str:

@@ -166,5 +166,9 @@ def _rng(folder: Path, index: Index, rank: int) -> Rng | None:
     text = bytearray()
     offset, length = place
     read_blocks([Request(index.stored(folder, number), offset, length, lambda part, at: text.extend(part.tobytes()))])
-    state = json.loads(text)
+    try:
+        state = json.loads(text)
+    except ValueError as error:
+        file = index.stored(folder, number).path
+        raise StateError(f"{file} holds no state of random generators", "load another checkpoint", file) from error
     return state if rank < len(index.files) else derived(state, rank)
