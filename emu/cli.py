@@ -76,6 +76,19 @@ def verify(
     program: Annotated[str | None, typer.Option(help="FILE.py:FUNC, a program(rank).")] = None,
     reference: Annotated[str | None, typer.Option(help="FILE.py:FUNC, the same on one device.")] = None,
     mesh: Annotated[str, typer.Option(help="Axes outermost first, e.g. dp=2,tp=2.")] = "dp=2",
+    zero: Annotated[
+        int, typer.Option(help="With --model: shard nothing (0), optimizer states, gradients, parameters (3).")
+    ] = 0,
+    replicate: Annotated[int, typer.Option(help="With --model: how many groups hold the same shards (HSDP).")] = 1,
+    keep_gathered: Annotated[
+        bool, typer.Option("--keep-gathered", help="With --zero 3: keep parameters from forward to backward.")
+    ] = False,
+    prefetch: Annotated[int, typer.Option(help="With --zero 3: units gathered ahead.")] = 1,
+    microbatches: Annotated[int, typer.Option(help="With --model: gradients are accumulated over so many.")] = 1,
+    micro_batch: Annotated[
+        int | None, typer.Option(help="With --model: the most sequences of a rank at once.", show_default="all")
+    ] = None,
+    precision: Annotated[str, typer.Option(help="With --model: fp32, bf16-mixed or fp16-scaled.")] = "bf16-mixed",
     global_batch: Annotated[int, typer.Option(help="With --model: sequences in the batch.")] = 8,
     seq: Annotated[int, typer.Option(help="With --model: tokens in a sequence.")] = 32,
     seed: Annotated[int, typer.Option(help="With --model: of weights and data.")] = 0,
@@ -99,7 +112,19 @@ def verify(
             checked = (load(program), Mesh(**parse_mesh(mesh)), load(reference))
             verdict = check(*checked, tier=tier, mutants=mutants, progress=progress)
         elif model is not None and program is None and reference is None:
-            plan = Plan(mesh=mesh, global_batch=global_batch, seq=seq, seed=seed)
+            plan = Plan(
+                mesh,
+                zero,
+                replicate,
+                not keep_gathered,
+                prefetch,
+                microbatches,
+                micro_batch,
+                global_batch,
+                seq,
+                precision,
+                seed,
+            )
             verdict = verify_plan(_model(model, seed), plan, None, tier, mutants, progress)
         else:
             raise EmuError(

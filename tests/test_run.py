@@ -166,11 +166,13 @@ def test_what_if_communication_were_free(run):
     assert run.metrics.comm_bytes["dp"] > 0  # the run itself is as it was
     by_name = run.without("loss")
     assert 0 < by_name.metrics.comm_bytes["dp"] < run.metrics.comm_bytes["dp"]
-    assert equal(run.without("dp.all_reduce").trace, free.trace)
+    assert equal(run.without("dp.all_reduce").without("dp.broadcast").trace, free.trace)
 
 
 def test_what_if_lists_what_there_is_where_nothing_matches(run):
-    with pytest.raises(emu.EmuError, match=r"no collective matches 'tp.*'; this run has dp.all_reduce\n.*hint: "):
+    with pytest.raises(
+        emu.EmuError, match=r"no collective matches 'tp.*'; this run has dp.all_reduce, dp.broadcast\n.*hint: "
+    ):
         run.without("tp.*")
 
 

@@ -43,6 +43,10 @@ def is_input(name: str) -> bool:
     return name.split(".")[0] == "inputs"
 
 
+def is_loss(name: str) -> bool:
+    return name.startswith("loss")
+
+
 def judge(run: VirtualRun, mesh: Mesh, right: Mapping[str, Tensor], arithmetic: Arithmetic) -> Judged:
     """Compares the results of all ranks with the right ones."""
     verdict = _counted(Verdict(False, arithmetic.tier, 0.0, None, 0, 0), list(right))
@@ -75,18 +79,18 @@ def judge(run: VirtualRun, mesh: Mesh, right: Mapping[str, Tensor], arithmetic: 
 
 
 def _counted(verdict: Verdict, names: list[str]) -> Verdict:
-    """Tensors beside the loss, in success and failure alike."""
+    """Tensors beside losses, in success and failure alike."""
     n_inputs = sum(map(is_input, names))
-    return replace(verdict, n_parameters=len(names) - n_inputs - ("loss" in names), n_inputs=n_inputs)
+    return replace(verdict, n_parameters=len(names) - n_inputs - sum(map(is_loss, names)), n_inputs=n_inputs)
 
 
 def _what(wrong: list[Difference], worst: Difference, verdict: Verdict) -> str:
     """How many differ, which is the first, and which differs most."""
-    n, of = sum(d.name != "loss" for d in wrong), verdict.n_parameters + verdict.n_inputs
+    n, of = sum(not is_loss(d.name) for d in wrong), verdict.n_parameters + verdict.n_inputs
     first = wrong[0]
     if not n:
         others = f"; the other {count_of(of, 'tensor')} agree" if of > 1 else "; the other tensor agrees" if of else ""
-        return f"the loss differs ({_size(first)}){others}"
+        return f"the {first.name} differs ({_size(first)}){others}"
     loss = "the loss and " if n < len(wrong) else ""
     text = f"{loss}{n} of {count_of(of, 'tensor')} {'differ' if n > 1 or loss else 'differs'}, "
     text += f"first {first.name!r} ({_size(first)})"

@@ -17,6 +17,9 @@ from emu.equivalence.verdict import Verdict
 from emu.parallel import Batch, Plan, as_batch, check_model, checked_plan, mesh_of, parallelize
 from emu.spmd import EmuError, Mesh, PlanError, Rank, grads
 
+RATE = 0.1  # of the step that both sides take
+AFTER = "loss after a step"
+
 
 def verify(
     model: nn.Module | Callable[[], nn.Module],
@@ -40,6 +43,8 @@ def verify(
             the whole does), or no batch and no vocabulary to draw from.
     """
     plan = checked_plan(plan)
+    if tier == "float32":
+        plan = replace(plan, precision="fp32")  # a tier is one dtype for all roles; the others see to that themselves
     made = model if isinstance(model, nn.Module) else _made(model)
     check_model(made)
     mesh = mesh_of(plan)
@@ -60,10 +65,17 @@ def verify(
         torch.manual_seed(plan.seed)  # every rank, and the reference, draw the same weights
         return model()
 
+    # Each also takes one step, and looks at the loss after it: it shows whether every rank has all the new values.
     def program(rank: Rank) -> Any:
-        distributed = parallelize(fresh(), plan, rank)
-        loss = distributed.backward(_in_tier(data))
-        return {"loss": loss, "parameters": grads(distributed.model)}
+        distributed, whole = parallelize(fresh(), plan, rank), _in_tier(data)
+        optimizer = distributed.optimizer(torch.optim.SGD, lr=RATE)
+        loss = distributed.backward(whole, microbatches=plan.accumulated())
+        gradients = distributed.gather_gradients()
+        optimizer.step()
+        with torch.no_grad():
+            after = distributed.loss_sum(*whole.shard(rank, *distributed.axes)).detach().clone()
+        distributed.group.all_reduce(after, name=AFTER)
+        return {"loss": loss, AFTER: after / data.tokens, "parameters": gradients}
 
     def reference(rank: Rank) -> Any:
         plain, whole = fresh(), _in_tier(data)
@@ -74,7 +86,10 @@ def verify(
                 p.grad.div_(data.tokens)  # late, as the strategies divide
             else:
                 idle[f"parameters.{name}"] = None
-        return {"loss": loss.detach() / data.tokens, "parameters": grads(plain)}
+        torch.optim.SGD(plain.parameters(), lr=RATE).step()
+        with torch.no_grad():
+            after = plain.loss_sum(whole.x, whole.y)
+        return {"loss": loss.detach() / data.tokens, AFTER: after / data.tokens, "parameters": grads(plain)}
 
     verdict = check(program, mesh, reference, tier=tier, mutants=mutants, progress=progress)
     verdict = replace(verdict, without_gradient=list({**idle, **dict.fromkeys(verdict.without_gradient)}))

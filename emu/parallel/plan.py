@@ -1,4 +1,4 @@
-"""A plan: which parallelism a model is trained with. Data parallelism is what there is so far."""
+"""A plan: which parallelism a model is trained with. Data parallelism in all its forms is what there is so far."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import cast
 from torch import nn
 
 from emu.parallel.data import DataParallel
+from emu.parallel.wrapping import checked_options
 from emu.spmd import EmuError, Mesh, PlanError, Precision, Rank
 from emu.spmd.precision import PRESETS
 
@@ -21,15 +22,26 @@ class Plan:
 
     Args:
         mesh: axes, outermost first, as text: "dp=8"; or a Mesh, of which it takes the axes.
+        zero: what is sharded over dp: 0 nothing, 1 optimizer states, 2 gradients too, 3 parameters too (FSDP).
+        replicate: how many groups of ranks hold the same shards (HSDP).
+        reshard_after_forward: with zero=3: whether parameters are freed between forward and backward.
+        prefetch: with zero=3: how many units are gathered ahead of the one that computes.
+        microbatches: how often gradients are accumulated in a step; or micro_batch, the most sequences of a rank at once.
         global_batch, seq: sequences in a step, and tokens in each.
         precision: a preset.
         seed: of weights and data.
     """
 
     mesh: str | Mesh = "dp=1"
+    zero: int = 0
+    replicate: int = 1
+    reshard_after_forward: bool = True
+    prefetch: int = 1
+    microbatches: int = 1
+    micro_batch: int | None = None
     global_batch: int = 8
     seq: int = 32
-    precision: str = "fp32"
+    precision: str = "bf16-mixed"
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -43,11 +55,28 @@ class Plan:
                 'write it as text, emu.Plan("dp=8"), or pass a mesh, emu.Plan(emu.Mesh(dp=8))',
                 field="mesh",
             )
-        self.axes()
-        for field in ("global_batch", "seq"):
+        ranks = self.axes().get("dp", 1)
+        for field in ("global_batch", "seq", "microbatches", "micro_batch"):
             value = getattr(self, field)
+            if field == "micro_batch" and value is None:
+                continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise PlanError(f"{field}={value!r} is not a whole number of at least 1", f"say {field}=8", field=field)
+        if not isinstance(self.reshard_after_forward, bool):
+            raise PlanError(
+                f"reshard_after_forward={self.reshard_after_forward!r}",
+                "say True or False",
+                field="reshard_after_forward",
+            )
+        checked_options(ranks, "dp", self.zero, self.replicate, self.prefetch)
+        if self.micro_batch is not None and self.microbatches > 1 and self.microbatches != self.accumulated():
+            raise PlanError(
+                f"micro_batch={self.micro_batch} cuts a rank's {self._rows()} sequences into {self.accumulated()} microbatches, "
+                f"but microbatches={self.microbatches}",
+                f"leave one of them out; the nearest plan has microbatches={self.accumulated()}",
+                field="microbatches",
+                nearest=self.accumulated(),
+            )
         if not isinstance(self.precision, str) or self.precision not in PRESETS:
             raise PlanError(
                 f"there is no precision {self.precision!r}", f"use one of {', '.join(PRESETS)}", field="precision"
@@ -70,6 +99,14 @@ class Plan:
                     nearest=nearest,
                 )
         return axes
+
+    def _rows(self) -> int:
+        """The most sequences that a rank has in a step."""
+        return -(-self.global_batch // self.axes().get("dp", 1))
+
+    def accumulated(self) -> int:
+        """Into how many microbatches a rank cuts its share of a step."""
+        return -(-self._rows() // self.micro_batch) if self.micro_batch else self.microbatches
 
     def precision_roles(self) -> Precision:
         return Precision.preset(self.precision)
@@ -132,4 +169,14 @@ def parallelize(model: nn.Module, plan: Plan, rank: Rank) -> DataParallel:
             "launch it on the plan's mesh: emu.launch(program, emu.parallel.mesh_of(plan))",
             field="mesh",
         )
-    return DataParallel(model, rank, *(axis for axis in AXES if axis in rank.mesh.axes))
+    return DataParallel(
+        model,
+        rank,
+        *(axis for axis in AXES if axis in rank.mesh.axes),
+        zero=plan.zero,
+        replicate=plan.replicate,
+        reshard_after_forward=plan.reshard_after_forward,
+        prefetch=plan.prefetch,
+        precision=plan.precision_roles(),
+        find_unused=True,
+    )

@@ -438,8 +438,8 @@ def test_a_program_on_one_rank_has_no_mutants():
 @pytest.mark.parametrize("kind", ["module", "factory"])
 def test_a_plan_is_verified_for_a_module_or_a_function_that_makes_one(tier, kind):
     model = GPT(SMALL, seed=0) if kind == "module" else lambda: GPT(SMALL, seed=0)
-    found = emu.verify(model, emu.Plan("dp=3", global_batch=5, seq=4), tier=tier, mutants=4)
-    assert found and found.mutants_killed == 4, str(found)
+    found = emu.verify(model, emu.Plan("dp=3", global_batch=5, seq=4), tier=tier, mutants=8)
+    assert found and found.mutants_killed >= 5, str(found)  # the others change nothing: every rank makes the same model
     if kind == "module":  # it is left as it was
         assert all(p.grad is None and p.dtype == torch.float32 for p in model.parameters())
 

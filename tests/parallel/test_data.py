@@ -7,12 +7,11 @@ from hypothesis import strategies as st
 
 import emu
 from emu.equivalence import check
-from emu.parallel import sum_gradients
 from emu.trace.compare import first_difference
 from emu.trace.events import Collective
 
 from . import programs
-from .programs import SMALL, batch, configs, cuts, data_parallel, one_device
+from .programs import GPT, SMALL, batch, configs, cuts, data_parallel, one_device
 
 
 def verdict(program, config, sizes, tier="exact", mutants="none"):
@@ -70,17 +69,21 @@ def test_a_forgotten_reduction_is_told_by_the_ranks_that_differ():
 def test_every_mutant_is_killed_or_changes_nothing(tier):
     found = verdict(data_parallel, SMALL, [2, 0, 1, 2], tier, mutants="all")
     assert found and not found.survivors
-    assert found.mutants == 10  # gradients and loss: dropped, scaled, wrong op, wrong group, stale
-    assert found.mutants_killed + found.mutants_equivalent == found.mutants
-    assert found.mutants_equivalent == 0
+    assert (
+        found.mutants == 13
+    )  # gradients and loss: dropped, scaled, wrong op, wrong group, stale; initial values: the first
+    assert (
+        found.mutants_killed == 12
+    )  # two and the last of these; all ranks make the same model, so dropping changes nothing
+    assert found.mutants_equivalent == 1
 
 
 def test_a_mutant_that_leaves_out_an_empty_rank_changes_nothing():
     found = verdict(data_parallel, SMALL, [2, 1, 0], mutants="all")
     assert (
-        found and found.mutants_equivalent == 2
-    )  # "wrong group" leaves out the last rank: of gradients, and of losses
-    assert found.mutants_killed == found.mutants - 2
+        found and found.mutants_equivalent == 3
+    )  # "wrong group" leaves out the last rank: of gradients, and of losses; and the initial values are the same
+    assert found.mutants_killed == found.mutants - 3
 
 
 @settings(deadline=None, max_examples=15)
@@ -96,11 +99,22 @@ def test_a_shape_run_has_the_trace_of_the_real_one(config, sizes):
         assert first_difference(other.trace, real.trace) is not None
 
 
-def test_gradients_are_reduced_last_parameter_first_and_the_loss_at_the_end():
-    run = emu.launch(data_parallel, emu.Mesh(dp=2), args=(SMALL, batch(SMALL, 4)))
-    names = [name for name, _ in programs.GPT(SMALL).named_parameters()]
-    reduced = [event.name for _, event in run.trace.of(Collective, rank=0)]
-    assert reduced == [*reversed(names), "loss"]
+def test_values_come_from_rank_0_then_buckets_are_reduced_last_parameter_first_and_the_loss_at_the_end():
+    def program(rank):
+        ddp = emu.DataParallel(GPT(SMALL, seed=rank), rank, "dp", bucket_bytes=600)
+        ddp.backward(batch(SMALL, 4))
+        return [g.shards.flat.names for g in ddp.gradients], {n: p.detach() for n, p in ddp.model.named_parameters()}
+
+    run = emu.launch(program, emu.Mesh(dp=2))
+    model = dict(GPT(SMALL, seed=0).named_parameters())
+    for buckets, values in run.results:
+        assert [name for bucket in buckets for name in bucket] == list(reversed(model)) and len(buckets) > 2
+        assert all(torch.equal(values[name], model[name]) for name in model)
+    assert not torch.equal(GPT(SMALL, seed=1).head.weight, model["head.weight"])
+    events = [event for _, event in run.trace.of(Collective, rank=0)]
+    assert [e.kind for e in events[: len(model)]] == ["broadcast"] * len(model)
+    reduced = [event.name for event in events[len(model) :]]
+    assert reduced == [*(f"bucket {i}" for i in range(len(run.results[0][0]))), "loss"]
 
 
 class Branches(torch.nn.Module):
@@ -118,13 +132,17 @@ class Branches(torch.nn.Module):
 
 def test_a_parameter_that_only_some_ranks_used_is_reduced_by_all():
     x, y = torch.tensor([[1.0, 1.0], [-1.0, -1.0]]), torch.zeros(2, dtype=torch.long)
+    unused = False
 
     def program(rank):
         torch.manual_seed(0)
-        ddp = emu.DataParallel(Branches(), rank, "dp")
+        ddp = emu.DataParallel(Branches(), rank, "dp", find_unused=unused)
         ddp.backward(emu.Batch(x, y))
         return emu.grads(ddp.model)
 
+    with pytest.raises(emu.EmuError, match=r"rank [01]: backward gave no gradient to \w+\.\w+.*\n.*find_unused=True"):
+        emu.launch(program, emu.Mesh(dp=2))
+    unused = True
     first, second = emu.launch(program, emu.Mesh(dp=2)).results
     assert set(first) == {"left.weight", "left.bias", "right.weight", "right.bias"}
     assert all(torch.equal(first[name], second[name]) and first[name].any() for name in first)
@@ -167,8 +185,6 @@ def test_a_batch_without_a_label_that_counts_is_refused():
     assert nothing.tokens == 0
     with pytest.raises(emu.EmuError, match=r"no tokens to learn from.*\n.*at least one label that is not -100"):
         emu.launch(data_parallel, emu.Mesh(dp=2), args=(SMALL, nothing))
-    with pytest.raises(emu.EmuError, match="no tokens"):
-        emu.launch(lambda rank: sum_gradients(torch.nn.Linear(1, 1), rank.group("dp"), 0), emu.Mesh(dp=1))
 
 
 # What newcomers pass.
@@ -211,9 +227,12 @@ def one_rank(use):
 
 def test_a_parallel_model_has_parameters_and_says_that_it_is_no_module():
     model = programs.GPT(SMALL, seed=0)
-    ddp = one_rank(lambda rank: emu.parallelize(programs.GPT(SMALL, seed=0), emu.Plan("dp=1"), rank))
+    plain, mixed = (emu.Plan("dp=1", precision=precision) for precision in ("fp32", "bf16-mixed"))
+    ddp = one_rank(lambda rank: emu.parallelize(programs.GPT(SMALL, seed=0), plain, rank))
     assert [p.shape for p in ddp.parameters()] == [p.shape for p in model.parameters()]
     assert [n for n, _ in ddp.named_parameters()] == [n for n, _ in model.named_parameters()]
+    with pytest.raises(emu.EmuError, match=r"this rank's shards, or copies.*\n.*\.optimizer\(torch.optim.AdamW"):
+        one_rank(lambda rank: emu.parallelize(programs.GPT(SMALL, seed=0), mixed, rank).parameters())
     assert "no module" in repr(ddp) and ".model is the module" in repr(ddp) and "'dp'" in repr(ddp)
     with pytest.raises(AttributeError, match=r"no 'state_dict'; it is no module.*\.model\.state_dict"):
         _ = ddp.state_dict

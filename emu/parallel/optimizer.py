@@ -1,0 +1,260 @@
+"""Optimizers on shards: torch's own, on this rank's part of the parameters, with everyone's norm and everyone's overflow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from emu.parallel.scaling import LossScale
+from emu.parallel.state.piece import Piece
+from emu.spmd import EmuError
+
+if TYPE_CHECKING:
+    from emu.parallel.data import DataParallel
+    from emu.parallel.shards import Shards
+
+WHOLE_ONLY = ("Adafactor", "LBFGS", "Muon")
+TINY = 1e-6  # torch's: clipping divides by norm + TINY
+
+
+class Stepped(NamedTuple):
+    """What a step did.
+
+    Fields:
+        norm: of all gradients before clipping, a tensor of one number; None where nobody asked for it.
+        skipped: whether an overflow on some rank kept every rank from it.
+    """
+
+    norm: Tensor | None
+    skipped: bool
+
+
+class Optimizer:
+    """An optimizer of torch's on one rank's part of a model.
+
+    It works element by element (SGD, Adam, AdamW, Lion, ...): what it does to an element may not depend on others of the
+    same parameter, because a shard may hold only some of them (zero=0 without another precision has whole parameters).
+
+    Args:
+        dist: the model under data parallelism.
+        kind: the optimizer's class, torch.optim.AdamW or another.
+        groups: parameter groups: dicts with "params", names (with * for any characters) or the model's parameters, and
+            options. What no group names is not trained. None makes one group of all.
+        clip: the largest norm that all gradients together may have; None does not clip.
+        norm: 2.0 or inf.
+        scale: a LossScale that the loss was multiplied by.
+        options: further arguments of `kind`.
+
+    Raises:
+        EmuError: a group that names nothing, or a parameter in two groups.
+    """
+
+    def __init__(
+        self,
+        dist: DataParallel,
+        kind: Any,
+        groups: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        clip: float | None = None,
+        norm: float = 2.0,
+        scale: LossScale | None = None,
+        **options: Any,
+    ) -> None:
+        if norm not in (2.0, float("inf")):
+            raise EmuError(f"norm={norm!r} cannot be clipped by", "use 2.0 or float('inf')")
+        if clip is not None and not clip > 0:
+            raise EmuError(f"clip={clip!r} leaves nothing of the gradients", "give the largest norm, or None")
+        if kind.__name__ in WHOLE_ONLY and not all(g.shards.in_place for g in dist.gradients):
+            raise EmuError(
+                f"{kind.__name__} looks at all elements of a parameter at once, and a shard has only some",
+                "use an optimizer that works element by element (SGD, AdamW, ...), or zero=0 in the model's own precision",
+            )
+        roles = dist.roles
+        if roles is not None and roles.moments != roles.master:
+            raise EmuError(
+                f"moments in {roles.moments} beside a master copy in {roles.master}: torch's optimizers keep both alike",
+                "give Precision the same dtype for master and moments",
+            )
+        self.dist, self.clip, self.norm, self.scale = dist, clip, norm, scale
+        self._vectors: list[Shards] = [g.shards for g in dist.gradients]
+        self.torch = kind(self._grouped(groups), **options)
+
+    def _grouped(self, groups: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]]:
+        """torch's parameter groups, of this rank's parts."""
+        members = _members(self.dist.model, groups)
+        out = [dict(group, params=[]) for group in groups] if groups is not None else [{"params": []}]
+        for shards in self._vectors:
+            for span, piece in shards.stepped():
+                if (number := members.get(shards.flat.names[span.index])) is not None:
+                    out[number]["params"].append(piece)
+        return out
+
+    def zero_grad(self) -> None:
+        """Forgets the gradients, before a new step."""
+        self.dist.zero_grad()
+
+    def step(self) -> Stepped:
+        """Unscales, clips, steps, and gives the parameters their new values on every rank.
+
+        Raises:
+            EmuError: gradients that are not finished.
+        """
+        if not self.dist._finished:
+            raise EmuError(
+                "the gradients are not finished: they are sums over tokens, and may be under way",
+                "call finish(tokens) after the last backward of the step; backward(batch) does it itself",
+            )
+        given = [g.hand_over() for g in self.dist.gradients]
+        skipped = False
+        if self.scale is not None:
+            skipped = self._overflowed(given)
+            if not skipped:
+                for g in given:
+                    g.mul_(1 / self.scale.value)
+            self.scale.update(skipped)
+        total = None
+        if not skipped:
+            if self.clip is not None:
+                total = self._norm(given)
+                factor = (self.clip / (total + TINY)).clamp(max=1.0)
+                for g in given:
+                    g.mul_(factor)
+            self.torch.step()
+            works = [shards.refresh() for shards in self._vectors]
+            for work in works:
+                if work is not None:
+                    work.wait()
+        for g in self.dist.gradients:
+            g.release()
+        return Stepped(total, skipped)
+
+    def _overflowed(self, given: Sequence[Tensor]) -> bool:
+        """Whether any rank's gradients are not finite. All ranks learn the same, after everyone has looked."""
+        bad = torch.zeros((), device=self.dist.rank.device)
+        for g in given:
+            bad = torch.maximum(bad, (~torch.isfinite(g).all()).to(bad.dtype))
+        self.dist.group.all_reduce(bad, op="max", name="overflow")
+        return False if bad.is_meta else bool(bad.item())
+
+    def _norm(self, given: Sequence[Tensor]) -> Tensor:
+        """The norm of all gradients, every parameter counted once, on every rank."""
+        parts: dict[bool, Tensor] = {}  # of those that are cut over ranks, and of those that every rank holds whole
+        for g, vector in zip(given, self.dist.gradients):
+            if self.norm == 2.0:
+                part = (g * g).sum()
+            else:
+                part = g.abs().amax() if g.numel() else g.new_zeros(())
+            cut = bool(vector.shards.place.stage)
+            if cut in parts:
+                part = parts[cut] + part if self.norm == 2.0 else torch.maximum(parts[cut], part)
+            parts[cut] = part
+        if True in parts:
+            group = next(s.place.group for s in self._vectors if s.place.stage)
+            group.all_reduce(parts[True], op="sum" if self.norm == 2.0 else "max", name="gradient norm")
+        both = list(parts.values())
+        if self.norm == 2.0:
+            return (both[0] + both[1] if len(both) == 2 else both[0]).sqrt()
+        return torch.maximum(*both) if len(both) == 2 else both[0]
+
+    # State.
+
+    def pieces(self) -> dict[str, list[Piece]]:
+        """This rank's part of the states, by key ("exp_avg", ...). A state that is one number, as "step", is a piece, too.
+
+        States are made if there was no step yet, so that they can be loaded into.
+        """
+        if not self.torch.state:
+            self._make_states()
+        out: dict[str, list[Piece]] = {}
+        for shards in self._vectors:
+            real = None if shards.in_place else shards.spans
+            for i, (span, parameter) in enumerate(shards.stepped()):
+                if real is not None and i == len(real):
+                    break  # padding alone
+                span = span if real is None else real[i]
+                for key, value in self.torch.state.get(parameter, {}).items():
+                    if not isinstance(value, Tensor):
+                        continue
+                    if value.dim() == 0:
+                        out.setdefault(key, []).append(Piece(shards.flat.names[span.index], (1,), 0, value.view(1)))
+                    else:
+                        out.setdefault(key, []).append(shards.piece(span, value.view(-1)[: span.length]))
+        return out
+
+    def _make_states(self) -> None:
+        """A step with gradients of zero at a learning rate of zero: changes nothing, and leaves states to load into."""
+        rates = [group["lr"] for group in self.torch.param_groups]
+        parameters = [p for group in self.torch.param_groups for p in group["params"]]
+        before = [p.grad for p in parameters]
+        for p in parameters:
+            p.grad = torch.zeros_like(p)
+        for group in self.torch.param_groups:
+            group["lr"] = group["lr"] * 0
+        self.torch.step()
+        for p, grad in zip(parameters, before):
+            p.grad = grad
+        for group, rate in zip(self.torch.param_groups, rates):
+            group["lr"] = rate
+        for state in self.torch.state.values():
+            for value in state.values():
+                if isinstance(value, Tensor):
+                    value.zero_()
+
+    def scalars(self) -> dict[str, Any]:
+        """What else makes up the state: options of every group, and the loss scale. Plain numbers and texts."""
+        plain = (int, float, str, bool, type(None))
+        groups = [
+            {key: value for key, value in group.items() if isinstance(value, plain)}
+            for group in self.torch.param_groups
+        ]
+        return {"groups": groups, "scale": None if self.scale is None else self.scale.state()}
+
+    def load_scalars(self, scalars: Mapping[str, Any]) -> None:
+        """Takes over what `scalars` returned.
+
+        Raises:
+            EmuError: another number of groups.
+        """
+        groups = scalars["groups"]
+        if len(groups) != len(self.torch.param_groups):
+            raise EmuError(
+                f"the state has {len(groups)} parameter groups, this optimizer {len(self.torch.param_groups)}",
+                "make the optimizer with the groups that it was saved with",
+            )
+        for group, saved in zip(self.torch.param_groups, groups):
+            group.update(saved)
+        if self.scale is not None and scalars.get("scale") is not None:
+            self.scale.load(scalars["scale"])
+
+
+def _members(model: nn.Module, groups: Sequence[Mapping[str, Any]] | None) -> dict[str, int]:
+    """Parameter name -> number of its group."""
+    names = [name for name, _ in model.named_parameters()]
+    if groups is None:
+        return dict.fromkeys(names, 0)
+    by_id = {id(p): name for name, p in model.named_parameters()}
+    members: dict[str, int] = {}
+    for number, group in enumerate(groups):
+        given = group.get("params", ())
+        for one in [given] if isinstance(given, (str, Tensor)) else given:
+            found = (
+                [by_id[id(one)]]
+                if id(one) in by_id
+                else [n for n in names if isinstance(one, str) and fnmatchcase(n, one)]
+            )
+            if not found:
+                what = repr(one) if isinstance(one, str) else f"a {type(one).__name__}"
+                raise EmuError(
+                    f"parameter group {number} has {what}, which is no parameter of the model",
+                    f"name parameters, with * for any characters: {', '.join(names[:6])}, ...",
+                )
+            for name in found:
+                if members.setdefault(name, number) != number:
+                    raise EmuError(
+                        f"parameter {name!r} is in groups {members[name]} and {number}", "put it in one of them"
+                    )
+    return members

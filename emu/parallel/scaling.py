@@ -1,0 +1,46 @@
+"""Dynamic loss scaling: float16's small numbers are kept from vanishing, and its overflows from being learnt."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from emu.spmd import EmuError
+
+
+class LossScale:
+    """A factor on the loss, the same on every rank (arXiv 1710.03740, section 3.2).
+
+    Gradients carry it until the optimizer's step, which divides it out before it clips. Where any rank's gradient
+    overflowed, all ranks skip the step and the factor is halved; after `interval` steps without overflow it doubles.
+
+    Args:
+        value: to begin with; a power of two keeps every digit.
+        growth, backoff: factors.
+        interval: steps without overflow before it grows.
+    """
+
+    def __init__(self, value: float = 2.0**16, growth: float = 2.0, backoff: float = 0.5, interval: int = 2000) -> None:
+        if not (value > 0 and growth >= 1 and 0 < backoff < 1 and interval >= 1):
+            raise EmuError(
+                f"LossScale({value}, growth={growth}, backoff={backoff}, interval={interval})",
+                "value is above 0, growth at least 1, backoff between 0 and 1, interval at least 1",
+            )
+        self.value, self.growth, self.backoff, self.interval = float(value), growth, backoff, interval
+        self.since = 0  # steps since it last changed
+
+    def update(self, overflowed: bool) -> None:
+        """After a step, with the decision of all ranks."""
+        self.since += 1
+        if overflowed:
+            self.value, self.since = self.value * self.backoff, 0
+        elif self.since == self.interval:
+            self.value, self.since = self.value * self.growth, 0
+
+    def state(self) -> dict[str, Any]:
+        return {"value": self.value, "since": self.since}
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.value, self.since = float(state["value"]), int(state["since"])
+
+    def __repr__(self) -> str:
+        return f"LossScale({self.value:g}, {self.since} steps since it changed)"

@@ -1,0 +1,142 @@
+"""Taking a plain model apart: which parameters form which vectors, over which ranks, and rank 0's values for all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from emu.parallel.flat import Flat
+from emu.parallel.gathering import Gathered, Gathering
+from emu.parallel.gradients import Gradients
+from emu.parallel.grouping import BUCKET_BYTES, buckets, units
+from emu.parallel.shards import Place, Shards
+from emu.spmd import EmuError, Group, PlanError, Precision, Rank
+
+STAGES = (0, 1, 2, 3)
+
+
+@dataclass
+class Wrapped:
+    """A model taken apart.
+
+    Attributes:
+        vectors: all of its parameters, frozen ones too.
+        gradients: of those that train, in the order in which ranks reduce them.
+        units: with zero=3: what is gathered together; the model itself comes first.
+    """
+
+    vectors: list[Shards] = field(default_factory=list)
+    gradients: list[Gradients] = field(default_factory=list)
+    units: list[tuple[nn.Module, Gathered]] = field(default_factory=list)
+
+    def gathering(self, prefetch: int, reshard_after_forward: bool) -> Gathering:
+        return Gathering(self.units[0], self.units[1:], prefetch, reshard_after_forward)
+
+
+def checked_options(
+    ranks: int, axes: str, zero: int, replicate: int, prefetch: int = 0, bucket_bytes: int = BUCKET_BYTES
+) -> None:
+    """Raises a PlanError for options that do not go together, over so many ranks along such axes."""
+    if isinstance(zero, bool) or zero not in STAGES:
+        raise PlanError(f"there is no zero={zero!r}", "use 0 (shard nothing), 1, 2 or 3", field="zero")
+    for name, value, least in (
+        ("replicate", replicate, 1),
+        ("prefetch", prefetch, 0),
+        ("bucket_bytes", bucket_bytes, 1),
+    ):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise PlanError(
+                f"{name}={value!r} is not a whole number of at least {least}", f"say {name}={least}", field=name
+            )
+    if ranks % replicate:
+        fits = [n for n in range(1, ranks + 1) if not ranks % n]
+        nearest = min(fits, key=lambda n: abs(n - replicate))
+        raise PlanError(
+            f"replicate={replicate} groups do not divide the {ranks} ranks of {axes!r}",
+            f"the nearest plan has replicate={nearest}; {', '.join(map(str, fits))} would do",
+            field="replicate",
+            nearest=nearest,
+        )
+    if replicate > 1 and not zero:
+        raise PlanError(
+            f"replicate={replicate} makes copies of a group of shards, but zero=0 shards nothing",
+            "use zero=1, 2 or 3 with it, or leave replicate out: with zero=0 every rank is a replica",
+            field="replicate",
+            nearest=1,
+        )
+
+
+def shard_groups(rank: Rank, group: Group, replicate: int) -> tuple[Group, Group | None]:
+    """HSDP's two groups: neighbours share shards, and ranks in the same place of each such group hold the same one."""
+    if replicate == 1:
+        return group, None
+    size, members = group.size // replicate, group.members
+    first = group.rank // size * size
+    shard = rank.group(members=members[first : first + size], label=f"{group.label}.shard")
+    replicas = rank.group(members=members[group.rank % size :: size], label=f"{group.label}.replicate")
+    return shard, replicas
+
+
+def wrap(
+    model: nn.Module,
+    rank: Rank,
+    group: Group,
+    zero: int,
+    replicate: int,
+    roles: Precision | None,
+    bucket_bytes: int,
+    chosen_units: Sequence[str] | None,
+    replicated: Sequence[str],
+    by_owner: bool,
+) -> Wrapped:
+    """Takes a model's parameters over. See DataParallel for the arguments."""
+    parameters = dict(model.named_parameters())
+    if not parameters:
+        raise EmuError(f"{type(model).__name__} has no parameters", "pass a model that has something to train")
+    for pattern in replicated:
+        if not any(fnmatchcase(name, pattern) for name in parameters):
+            raise EmuError(
+                f"replicated: no parameter is called {pattern!r}", f"they are {', '.join(list(parameters)[:8])}"
+            )
+    for t in (*parameters.values(), *model.buffers()):
+        group.broadcast(t.data, name="initial values")
+    shard, replicas = shard_groups(rank, group, replicate)
+    spread = Place(rank, shard, replicas, zero)
+    kept = Place(rank, group, None, 0)
+    owned = [0] * shard.size  # elements, by rank, where vectors are owned
+    found = Wrapped()
+
+    def vectors_of(names: Sequence[str], label: str) -> Iterator[Shards]:
+        kinds: dict[object, list[str]] = {}
+        for name in names:
+            p = parameters[name]
+            whole = any(fnmatchcase(name, pattern) for pattern in replicated)
+            kinds.setdefault((whole, not p.requires_grad, p.dtype), []).append(name)
+        for (whole, _, _), some in kinds.items():  # type: ignore[misc]
+            place = kept if whole else spread
+            shapes = tuple(tuple(parameters[name].shape) for name in some)
+            owner = None
+            if by_owner and place.stage:
+                owner = owned.index(min(owned))
+                owned[owner] += sum(parameters[name].numel() for name in some)
+            flat = Flat(tuple(some), shapes, place.group.size if place.stage else 1, owner=owner)
+            yield Shards(flat, [parameters[name] for name in some], place, roles, label)
+
+    if zero == 3:
+        for unit in units(model, chosen_units):
+            vectors = list(vectors_of(unit.names, unit.path or "root"))
+            found.vectors += vectors
+            found.units.append((unit.module, Gathered(vectors)))
+        found.gradients = [Gradients(shards) for shards in reversed(found.vectors) if shards.trainable]
+    else:
+        trained = {name: p for name, p in parameters.items() if p.requires_grad}
+        for i, names in enumerate(buckets(trained, bucket_bytes)):
+            found.vectors += vectors_of(names, f"bucket {i}")
+        found.gradients = [Gradients(shards) for shards in found.vectors]
+        frozen = [name for name in parameters if name not in trained]
+        kept_whole = vectors_of(frozen, "frozen") if frozen else ()
+        found.vectors += kept_whole
+    return found
