@@ -56,7 +56,7 @@ def save_state(
     def plan(described: list[Described]) -> list[Any]:
         held.extend(described)
         given.extend(shares(described))
-        _plain(extra)
+        check_extra(extra)
         save = folders.begin(target)
         return [[save, share] for share in given]
 
@@ -147,7 +147,8 @@ def _mesh(rank: Rank) -> dict[str, Any]:
     return {"axes": dict(rank.mesh.axes), "folds": {a: n for a, n in rank.mesh.folds.items() if a != "edp"}}
 
 
-def _plain(extra: Any) -> None:
+def check_extra(extra: Any) -> None:
+    """Raises a StateError unless the data would come back from JSON as it is."""
     try:
         if json.loads(json.dumps(extra)) == extra:
             return

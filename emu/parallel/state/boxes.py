@@ -1,0 +1,48 @@
+"""Boxes of a tensor: torch.distributed.checkpoint cuts tensors along their dimensions, emu along their flattened elements."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import NamedTuple
+
+
+class Box(NamedTuple):
+    """A part of a tensor: where it begins along every dimension, and how far it reaches."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    def within(self, outer: Box) -> tuple[slice, ...]:
+        """Where in a tensor that holds the outer box this one lies."""
+        return tuple(slice(a - b, a - b + n) for a, b, n in zip(self.offsets, outer.offsets, self.sizes))
+
+    def common(self, other: Box) -> Box | None:
+        """What two boxes share."""
+        starts = tuple(map(max, self.offsets, other.offsets))
+        stops = [min(a + m, b + n) for a, m, b, n in zip(self.offsets, self.sizes, other.offsets, other.sizes)]
+        sizes = tuple(b - a for a, b in zip(starts, stops))
+        return Box(starts, sizes) if all(n > 0 for n in sizes) else None
+
+
+def boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
+    """The fewest boxes whose elements, one box after the other, are [start, stop) of the flattened tensor.
+
+    For two dimensions: the end of a row, whole rows, the beginning of a row.
+    """
+    if start >= stop:
+        return []
+    if not shape:
+        return [Box((), ())]
+    row = prod(shape[1:])
+    first, last = -(-start // row), stop // row  # whole rows
+    if first > last:  # inside of one row
+        return [_at(last, box) for box in boxes(shape[1:], start - last * row, stop - last * row)]
+    found = [_at(first - 1, box) for box in boxes(shape[1:], start % row, row)] if start % row else []
+    if first < last:
+        found.append(Box((first, *[0] * (len(shape) - 1)), (last - first, *shape[1:])))
+    return found + [_at(last, box) for box in boxes(shape[1:], 0, stop % row)]
+
+
+def _at(row: int, box: Box) -> Box:
+    return Box((row, *box.offsets), (1, *box.sizes))

@@ -1,0 +1,199 @@
+"""Out to torch.distributed.checkpoint: a folder that stock `dcp.load` reads, into tensors of any sharding.
+
+Every rank writes the boxes that its share consists of to one file, each as torch.save writes it; rank 0 writes the
+metadata. See https://pytorch.org/docs/stable/distributed.checkpoint.html.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from emu.parallel.state.boxes import boxes
+from emu.parallel.state.consult import consult
+from emu.parallel.state.errors import StateError
+from emu.parallel.state.folders import folder_to_disk, to_disk
+from emu.parallel.state.ownership import Described, Share, describe, shares, wholes
+from emu.parallel.state.piece import Piece
+from emu.parallel.state.safetensors import DTYPES
+from emu.parallel.state.saving import check_extra
+from emu.parallel.state.unpickling import METADATA
+from emu.spmd import Rank
+
+Key = tuple[str | int, ...]
+
+
+def dcp_key(kind: str, name: str) -> Key:
+    """Where a tensor stands in the state dict {"model": ..., "optim": ...} that torch's get_state_dict makes.
+
+    Parameters are ("model", name); a state of the optimizer is ("optim", "state", name, kind).
+    """
+    return ("model", name) if kind == "parameters" else ("optim", "state", name, kind)
+
+
+def export_dcp(
+    path: str | os.PathLike[str],
+    rank: Rank,
+    tensors: Mapping[str, Sequence[Piece]],
+    extra: Any = None,
+    key: Callable[[str, str], Key] = dcp_key,
+) -> None:
+    """Writes a checkpoint that stock torch reads: `dcp.load({"model": ..., "optim": ..., "extra": ...}, checkpoint_id=path)`.
+
+    It appears at the path whole or not at all. Every rank must call it.
+
+    Args:
+        path: a folder that does not exist yet, or is empty.
+        tensors: kind -> this rank's pieces, as for `save_state`.
+        extra: JSON-able data, which stands under "extra"; rank 0's counts.
+        key: kind and name -> where the tensor stands in the nested state dict.
+
+    Raises:
+        StateError: on every rank alike.
+    """
+    target = Path(path)
+    held: list[Described] = []
+    given: list[list[Share]] = []
+
+    def plan(described: list[Described]) -> list[Any]:
+        held.extend(described)
+        given.extend(shares(described))
+        check_extra(extra)
+        folder = _folder(target)
+        return [[str(folder), share] for share in given]
+
+    def write() -> Any:
+        return _write(Path(folder) / _file(rank.id), tensors, [Share(*s) for s in mine])
+
+    def commit(written: list[Any]) -> list[None]:
+        _finish(Path(folder), held, given, written, extra, key)
+        os.replace(folder, target)  # over an empty folder, or none
+        folder_to_disk(target.parent)
+        return [None] * len(written)
+
+    folder, mine = consult(rank, lambda: describe(rank.id, tensors), plan)
+    try:
+        consult(rank, write, commit)
+    except BaseException:
+        if rank.id == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def _folder(target: Path) -> Path:
+    """A new folder beside the target; those that killed runs left are removed."""
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise StateError(f"{target} is there already", "export to a new folder, or remove it first", target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    prefix = f".{target.name}.emu-"
+    for left in target.parent.glob(f"{prefix}*"):
+        shutil.rmtree(left, ignore_errors=True)
+    made = Path(tempfile.mkdtemp(dir=target.parent, prefix=prefix))
+    made.chmod(0o777 & ~_umask())
+    return made
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _file(rank: int) -> str:
+    return f"__{rank}_0.distcp"
+
+
+def _write(path: Path, tensors: Mapping[str, Sequence[Piece]], share: Sequence[Share]) -> list[Any]:
+    """Writes a rank's boxes; returns, for each share, where each of its boxes lies: [offset, length]."""
+    places: list[Any] = []
+    with open(path, "wb") as file:
+        for kind, index, start, stop in share:
+            piece, of_share = tensors[kind][index], []
+            at = start - piece.start
+            for box in boxes(piece.shape, start, stop):
+                count = torch.Size(box.sizes).numel()
+                values = piece.tensor.detach()[at : at + count]
+                at += count
+                # A tensor of its own: torch.save would write all that a view is a view of.
+                own = torch.empty(count, dtype=values.dtype).copy_(values).view(box.sizes)
+                before = file.tell()
+                torch.save(own, file)
+                of_share.append([before, file.tell() - before])
+            places.append(of_share)
+        to_disk(file)
+    return places
+
+
+def _finish(
+    folder: Path,
+    held: Sequence[Described],
+    given: Sequence[Sequence[Share]],
+    written: Sequence[Any],
+    extra: Any,
+    key: Callable[[str, str], Key],
+) -> None:
+    """Writes the extra data and the metadata."""
+    from torch.distributed.checkpoint import filesystem
+    from torch.distributed.checkpoint import metadata as dcp
+
+    paths: dict[str, Key] = {}
+    contents: dict[str, Any] = {}
+    storage: dict[Any, Any] = {}
+
+    def name_of(path: Key) -> str:
+        name = ".".join(map(str, path))
+        if paths.setdefault(name, path) != path or name in contents:
+            raise StateError(
+                f"two tensors would be called {name}", "let key give each kind and name a place of its own"
+            )
+        return name
+
+    flat: dict[tuple[str, str], str] = {}
+    for kind, of_kind in wholes(held).items():
+        for tensor, (shape, dtype) in of_kind.items():
+            flat[kind, tensor] = name = name_of(tuple(key(kind, tensor)))
+            properties = dcp.TensorProperties(dtype=DTYPES[dtype])
+            contents[name] = dcp.TensorStorageMetadata(properties, torch.Size(shape), [])
+    for rank, (pieces, share, places) in enumerate(zip(held, given, written)):
+        for (kind, index, start, stop), of_share in zip(share, places):
+            tensor, shape = pieces[kind][index][:2]
+            name = flat[kind, tensor]
+            for box, (offset, length) in zip(boxes(shape, start, stop), of_share):
+                chunk = dcp.ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+                contents[name].chunks.append(chunk)
+                place = dcp.MetadataIndex(name, box.offsets, len(contents[name].chunks) - 1)
+                storage[place] = filesystem._StorageInfo(_file(rank), offset, length)
+    with open(folder / "__extra.distcp", "wb") as file:
+        for path, value in _flattened(("extra",), extra) if extra is not None else ():
+            contents[name := name_of(path)] = dcp.BytesStorageMetadata()
+            before = file.tell()
+            torch.save(value, file)
+            length = file.tell() - before
+            storage[dcp.MetadataIndex(name)] = filesystem._StorageInfo("__extra.distcp", before, length)
+        to_disk(file)
+    metadata = dcp.Metadata(contents, paths, storage, dcp.StorageMeta())
+    metadata.version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
+    with open(folder / METADATA, "wb") as file:
+        pickle.dump(metadata, file)
+        to_disk(file)
+    folder_to_disk(folder)
+
+
+def _flattened(path: Key, value: Any) -> list[tuple[Key, Any]]:
+    """As dcp flattens a state dict: through dicts, and through lists that hold a dict somewhere."""
+    if isinstance(value, Mapping) and value:
+        return [entry for name, inner in value.items() for entry in _flattened((*path, name), inner)]
+    if isinstance(value, list) and _holds_dict(value):
+        return [entry for i, inner in enumerate(value) for entry in _flattened((*path, i), inner)]
+    return [(path, value)]
+
+
+def _holds_dict(value: Any) -> bool:
+    return isinstance(value, Mapping) or (isinstance(value, list) and any(map(_holds_dict, value)))
