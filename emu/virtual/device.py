@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from emu.spmd.errors import CrossRankAccess
 from emu.trace.events import Collective, Event, Free, HostWait, Kernel, Mark, Transfer
 from emu.virtual.clock import Clock
 from emu.virtual.diagnosis import described
+from emu.virtual.freed import tell_at_end
 from emu.virtual.hbm import Ledger
 from emu.virtual.lines import handling
 from emu.virtual.rendezvous import Rendezvous
@@ -55,6 +57,7 @@ class VirtualDevice:
         self.torch_device = torch.device("meta" if meta else "cpu")
         self.events: list[Event] = []
         self.ledger = Ledger(rank, capacity_bytes, self.events)
+        self.ledger.device = weakref.ref(self)
         self.channel = self
         self.rendezvous = rendezvous
         self.tracker: Tracker | None = None
@@ -129,13 +132,14 @@ class VirtualDevice:
             s.merge(self.host_seen)
 
     def hands_over(self, result: Any) -> None:
-        """The program returns a result: what is still in flight in it would be read too early."""
+        """The program returns a result: what is still in flight in it would be read too early, or was freed too early."""
         if self.tracker is None or not self.many_streams:
             return
         for x in tensors_in(result):
             block = getattr(x.untyped_storage(), "_emu", None) if x.layout is torch.strided else None
             if block is not None and block.ledger is self.ledger:
                 check_use(self, block, self.stream_now, x, False, "the result", None)
+        tell_at_end(self)
 
     def end(self) -> None:
         """The program is over. What dies with its last frame is not part of the record: some of it may outlive it."""

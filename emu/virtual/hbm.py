@@ -8,16 +8,21 @@ from __future__ import annotations
 
 import gc
 import weakref
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from emu.spmd.errors import VirtualOutOfMemory
 from emu.trace.events import CATEGORIES, Alloc, Event, Free, Recategorise
+from emu.virtual.freed import freed
+
+if TYPE_CHECKING:
+    from emu.virtual.device import VirtualDevice
 
 _new = tuple.__new__  # a named tuple's own constructor takes twice as long
 
 
 class Block:
-    """One live storage of a device. `uses` says which streams touched it; see streams.py."""
+    """One live storage of a device. `uses` (Uses, or None) says which streams touched it; see streams.py."""
 
     __slots__ = (
         "__weakref__",
@@ -52,6 +57,8 @@ class Block:
         if ledger._temporaries:
             ledger._temporaries.pop(self.number, None)
         ledger._events.append(_new(Free, (self.number, size, self.category)))
+        if self.uses is not None and (device := ledger.device()) is not None:
+            freed(device, self)
 
 
 class Ledger:
@@ -69,6 +76,7 @@ class Ledger:
         self.bytes = 0
         self.peak_bytes = 0
         self.closed = False
+        self.device: Callable[[], VirtualDevice | None] = lambda: None  # a weak reference to whose memory it is
         self._places: dict[tuple[str, str], list[int]] = {}  # (category, scope) -> [bytes]
         self._events = events
         self._count = 0

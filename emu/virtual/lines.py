@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
+from types import FrameType
 
 import torch
 
@@ -16,19 +18,25 @@ _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _FILES: dict[tuple[str, tuple[str, ...]], str] = {}  # what to call a file in messages; "" if it is not the user's
 
 
-def user_line(inside: tuple[str, ...] = _INSIDE) -> str:
-    """Where the user's program stands: "file.py:12", the innermost frame that is neither emu's nor torch's."""
+def user_frame(inside: tuple[str, ...] = _INSIDE) -> FrameType | None:
+    """The innermost frame that is neither emu's nor torch's; None when no program runs on this thread."""
     frame = sys._getframe(1)
     while frame is not None:
         key = (frame.f_code.co_filename, inside)
         name = _FILES.get(key)
         if name is None:
-            ours = key[0].startswith((*inside, _TORCH, "<frozen"))
+            ours = key[0].startswith((*inside, _TORCH, "<frozen", threading.__file__))
             name = _FILES[key] = "" if ours else os.path.basename(key[0])
         if name:
-            return f"{name}:{frame.f_lineno}"
+            return frame
         frame = frame.f_back  # type: ignore[assignment]
-    return "unknown"
+    return None
+
+
+def user_line(inside: tuple[str, ...] = _INSIDE) -> str:
+    """Where the user's program stands: "file.py:12"."""
+    frame = user_frame(inside)
+    return "unknown" if frame is None else f"{_FILES[frame.f_code.co_filename, inside]}:{frame.f_lineno}"
 
 
 def handling() -> str:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from emu.spmd.errors import EmuError
+from emu.virtual.freed import Fault, tell
 from emu.virtual.rng import RandomState
 from emu.virtual.watchdog import LOOK_S, Watchdog
 
@@ -67,6 +68,7 @@ class Scheduler:
         self.threads = {rank: Thread(rank) for rank in ranks}
         self.order = order
         self.hooked = order == "time"  # whether the hook before an op has anything to do
+        self.faults: dict[int, list[Fault]] = {}  # what ranks must be told before they go on
         self.ending = False
         self.failure: tuple[int, BaseException] | None = None
         self.describe: Callable[[dict[int, Thread]], EmuError] = lambda threads: EmuError("deadlock")
@@ -178,6 +180,10 @@ class Scheduler:
                 thread.done = thread.done or not alive
         self._leave()
 
+    def runs(self, rank: int) -> bool:
+        """Whether it is this rank that holds the baton."""
+        return self._running is self.threads[rank]
+
     # Handing the baton on. Called by the rank that holds it.
 
     def block(self, rank: int, waiting: Waiting, ready: Callable[[], bool]) -> None:
@@ -206,6 +212,8 @@ class Scheduler:
         """
         if self.ending:
             raise Abort
+        if rank in self.faults:
+            tell(self, rank)
         if self.order != "time" or not self._runnable or torch.is_autocast_enabled("cpu"):
             return
         if min(self.threads[r].clock_s for r in self._runnable) < self.threads[rank].clock_s:

@@ -3,7 +3,8 @@
 Every stream counts what it is given (its tick) and knows, for every other stream, up to which tick that one's work
 comes before its own: a vector clock, merged by events and waits exactly where CUDA orders streams. A block remembers
 who wrote and who read it last, so a use that nothing orders is an error at the line that makes it, whether or not the
-bytes came out right this time. As long as a device has one stream there is nothing to check and nothing is.
+bytes came out right this time; freed.py looks at the same notes when it dies. As long as a device has one stream there
+is nothing to check and nothing is.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from emu.spmd.errors import BufferInFlight
 from emu.trace.events import EventRecord, EventWait, HostWait
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from emu.virtual.device import VirtualDevice
 
 DEFAULT = "default"
@@ -106,6 +109,16 @@ class Use(NamedTuple):
     where: Any  # the line of the user's program, or None
 
 
+class Uses(list[Use]):
+    """The uses of a block that count, and its owner: the stream that it was allocated on."""
+
+    __slots__ = ("owner",)
+
+    def __init__(self, owner: str, uses: Iterable[Use] = ()) -> None:
+        super().__init__(uses)
+        self.owner = owner
+
+
 def extent(x: Tensor) -> tuple[int, int]:
     """The bytes of its storage that a tensor may touch, from the first to the last element."""
     if not x.numel():
@@ -116,7 +129,13 @@ def extent(x: Tensor) -> tuple[int, int]:
 
 
 def check_use(
-    device: VirtualDevice, block: Any, stream: VirtualStream, x: Tensor, writes: bool, what: str, where: Any
+    device: VirtualDevice,
+    block: Any,
+    stream: VirtualStream,
+    x: Tensor | tuple[int, int],
+    writes: bool,
+    what: str,
+    where: Any,
 ) -> None:
     """Notes that `stream` uses a tensor of a block, and raises BufferInFlight if nothing orders it after an earlier use.
 
@@ -124,13 +143,16 @@ def check_use(
     it, stands for it from then on.
 
     Args:
+        x: the tensor, or from which byte of the block to which.
         what: the use in words, for this and later messages.
         where: the line of the user's program, or None.
     """
-    start, end = extent(x)
+    start, end = x if type(x) is tuple else extent(x)  # type: ignore[arg-type]
     name, seen = stream.name, stream.seen
-    kept = []
-    uses = block.uses or [Use(DEFAULT, device.alone_until, 0, block.bytes, True, "an earlier kernel", None)]
+    uses = block.uses
+    if uses is None:
+        uses = Uses(DEFAULT, [Use(DEFAULT, device.alone_until, 0, block.bytes, True, "an earlier kernel", None)])
+    kept = Uses(uses.owner)
     for use in uses:
         apart = use.end <= start or end <= use.start
         if not apart and (writes or use.writes) and use.stream != name and seen.get(use.stream, 0) < use.tick:
@@ -145,15 +167,28 @@ def check_use(
 def _race(
     device: VirtualDevice, block: Any, stream: VirtualStream, verb: str, what: str, where: Any, before: Use
 ) -> BufferInFlight:
-    buffer = f"{block.bytes} bytes of {block.category}{' of ' + block.scope if block.scope else ''}"
-    here, there = f" ({where})" if where else "", f" (issued at {before.where})" if before.where else ""
-    communicates = " number " in before.what
+    here = f" ({where})" if where else ""
     return BufferInFlight(
-        f"rank {device.rank}: {what}{here} on stream {stream.name!r} {verb} a buffer ({buffer}) that {before.what} on stream "
-        f"{before.stream!r}{there} still {'writes' if before.writes else 'reads'}: nothing orders the two",
-        "call wait() on its work first"
-        if communicates
-        else f"make stream {stream.name!r} wait first, with wait_stream or an event recorded on {before.stream!r}",
+        f"rank {device.rank}: {what}{here} on stream {stream.name!r} {verb} a buffer ({called(block)}) that "
+        f"{in_words(before)}: nothing orders the two",
+        cure(before, stream.name),
         rank=device.rank,
         streams=(before.stream, stream.name),
     )
+
+
+def called(block: Any) -> str:
+    """A block in messages."""
+    return f"{block.bytes} bytes of {block.category}{' of ' + block.scope if block.scope else ''}"
+
+
+def in_words(use: Use) -> str:
+    there = f" (issued at {use.where})" if use.where else ""
+    return f"{use.what} on stream {use.stream!r}{there} still {'writes' if use.writes else 'reads'}"
+
+
+def cure(use: Use, waiting: str) -> str:
+    """What makes a stream wait for a use."""
+    if " number " in use.what:  # a communication
+        return "call wait() on its work first"
+    return f"make stream {waiting!r} wait first, with wait_stream or an event recorded on {use.stream!r}"

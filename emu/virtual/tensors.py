@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from emu.spmd.errors import CrossRankAccess, EmuError
 from emu.trace.events import CATEGORIES
 from emu.virtual.device import VirtualDevice, refuse_trainable
+from emu.virtual.freed import frees
 from emu.virtual.hbm import Block
 from emu.virtual.lines import user_line
 from emu.virtual.names import Names
-from emu.virtual.streams import check_use
+from emu.virtual.streams import Use, Uses, check_use
 
 
 class Tensors:
@@ -138,17 +139,32 @@ class Tensors:
             self.ledger.recategorise(block, category, scope)
 
     def resizes(self, storage: Any, size: int) -> None:
-        """Before a storage changes its size: raises if the new one does not fit beside the old one."""
+        """Before a storage changes its size: raises if the new one does not fit beside the old one, or that is still used."""
         block = getattr(storage, "_emu", None)
-        if block is None or (type(block) is Block and block.ledger is self.ledger and size not in (0, block.bytes)):
+        if block is None:
             self.ledger.make_room(size, self.names.scope)
+        elif type(block) is Block and block.ledger is self.ledger and size != block.bytes:
+            if size:
+                self.ledger.make_room(size, self.names.scope)
+            if block.bytes and self.device.many_streams:
+                if size:  # what it holds is copied before it is freed
+                    stream = self.device.stream_now
+                    stream.tick += 1
+                    check_use(self.device, block, stream, (0, min(size, block.bytes)), False, "resize_", user_line())
+                frees(self.device, block, f"resize_({size})")
 
     def resized(self, storage: Any) -> None:
         block = getattr(storage, "_emu", None)
+        stream = self.device.stream_now
+        size = storage.nbytes()
         if block is None:
-            self.ledger.alloc(storage, self.category or "temporary", self.names.scope, self.device.stream_now.name)
-        elif type(block) is Block and block.ledger is self.ledger:
-            self.ledger.resized(block, storage.nbytes(), self.device.stream_now.name)
+            block = self.ledger.alloc(storage, self.category or "temporary", self.names.scope, stream.name)
+        elif type(block) is Block and block.ledger is self.ledger and block.bytes != size:
+            self.ledger.resized(block, size, stream.name)
+        else:
+            return
+        if self.device.many_streams and block is not None:  # new memory, of this stream
+            block.uses = Uses(stream.name, [Use(stream.name, stream.tick, 0, size, True, "resize_", None)])
 
     def before_resize(self, args: Any) -> None:
         t, count = args[0], 1

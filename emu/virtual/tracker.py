@@ -21,7 +21,7 @@ from emu.virtual.device import VirtualDevice
 from emu.virtual.kernel import Inner, OneKernel, name_of
 from emu.virtual.lines import user_line
 from emu.virtual.shapes import META, only_moves, without_values
-from emu.virtual.streams import Use, check_use
+from emu.virtual.streams import Use, Uses, check_use
 from emu.virtual.tensors import Tensors
 
 if TYPE_CHECKING:
@@ -149,9 +149,7 @@ class Tracker(Tensors, TorchDispatchMode):
                             self.stepping = False  # torch tells nobody that an optimizer's step ended so
                             raise
                         if device.many_streams and not op.launches and (block := getattr(storage, "_emu", None)):
-                            block.uses = [
-                                Use(stream.name, stream.tick, 0, block.bytes, True, op.name, None)
-                            ]  # this stream's memory
+                            self._made(block, op.name, None)
         elif op.resizes:
             self.resized(inputs[0].untyped_storage())
         if device.many_streams:
@@ -188,7 +186,12 @@ class Tracker(Tensors, TorchDispatchMode):
         for t in outputs:
             block = getattr(t.untyped_storage(), "_emu", None)
             if block is not None and block.uses is None:
-                block.uses = [Use(stream.name, stream.tick, 0, block.bytes, True, op.name, line)]
+                self._made(block, op.name, line)
+
+    def _made(self, block: Any, what: str, line: str | None) -> None:
+        """The current stream's memory, which it may write from its latest kernel on."""
+        stream = self.device.stream_now
+        block.uses = Uses(stream.name, [Use(stream.name, stream.tick, 0, block.bytes, True, what, line)])
 
     # One kernel out of many ops.
 
@@ -209,7 +212,9 @@ class Tracker(Tensors, TorchDispatchMode):
             if storage is not None:
                 out_bytes += storage.nbytes()
                 category = "activations" if _grad() else "temporary"
-                self.ledger.alloc(storage, category, self.names.scope, self.device.stream_now.name)
+                block = self.ledger.alloc(storage, category, self.names.scope, self.device.stream_now.name)
+                if block is not None and self.device.many_streams:
+                    self._made(block, name, None)
         phase = ("backward" if node is not None else "forward") if not _grad() or node is None else "recompute"
         event = Kernel(
             name,

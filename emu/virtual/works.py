@@ -1,4 +1,8 @@
-"""Communications under way on a rank: waiting for the others, and the record of what was called."""
+"""Communications under way on a rank: waiting for the others, and the record of what was called.
+
+A work holds the tensors of its call, as NCCL's process group holds them until wait(): a program may drop them before. If
+it drops the work, too, without waiting, they die while the communication may still use them, which freed.py tells.
+"""
 
 from __future__ import annotations
 
