@@ -199,7 +199,7 @@ class Run:
     def window(self, start: str, end: str | None = None) -> Run:
         """The part of the run between two marks (`rank.mark`), e.g. one step, to be priced alone.
 
-        Memory is that of the whole run: what a step holds was allocated before it.
+        What it holds when it begins counts as held, so its memory is the part of the whole run's between the marks.
 
         Raises:
             EmuError: a rank did not make these marks in this order; it lists those that it made.
@@ -209,7 +209,7 @@ class Run:
         except ValueError as error:
             problem, _, hint = str(error).rpartition(": ")
             raise EmuError(problem, hint) from None
-        part._memory = self._memory
+        part._memory = self._memory.window(start, end)
         return part
 
     def _with(self, trace: Trace) -> Run:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from emu.trace.events import CATEGORIES, Alloc, Free, Recategorise
+from bisect import bisect_left
+from collections.abc import Mapping
+
+from emu.trace.events import CATEGORIES, Alloc, Free, Mark, Recategorise
 from emu.trace.trace import Trace
 from emu.trace.units import bytes_text
 
@@ -13,11 +16,15 @@ class Memory:
     Args:
         trace: the record whose allocations count.
         capacity_bytes: what a device has; None if it never fills.
+        held: rank -> category -> bytes that live when the record begins.
     """
 
-    def __init__(self, trace: Trace, capacity_bytes: int | None = None) -> None:
+    def __init__(
+        self, trace: Trace, capacity_bytes: int | None = None, held: Mapping[int, Mapping[str, int]] | None = None
+    ) -> None:
         self.trace = trace
         self.capacity_bytes = capacity_bytes
+        self.held = held or {}
         self._series: dict[int, tuple[list[int], dict[str, list[int]]]] = {}
 
     def series(self, rank: int) -> tuple[list[int], dict[str, list[int]]]:
@@ -27,9 +34,9 @@ class Memory:
             UnknownRank: a rank that was not recorded; names those that were.
         """
         if rank not in self._series:
-            now = dict.fromkeys(CATEGORIES, 0)
-            indices: list[int] = []
-            lines: dict[str, list[int]] = {category: [] for category in CATEGORIES}
+            now = {**dict.fromkeys(CATEGORIES, 0), **self.held.get(rank, {})}
+            indices: list[int] = [0] if any(now.values()) else []
+            lines: dict[str, list[int]] = {category: [n] * len(indices) for category, n in now.items()}
             for i, event in enumerate(self.trace[rank]):
                 if type(event) is Alloc:
                     now[event.category] += event.bytes
@@ -76,6 +83,21 @@ class Memory:
             return dict.fromkeys(CATEGORIES, 0)
         i = totals.index(max(totals))
         return {category: line[i] for category, line in self.series(rank)[1].items()}
+
+    def window(self, start: str, end: str | None = None) -> Memory:
+        """From one mark to another: what lived at the first, and all that changed until the second.
+
+        Raises:
+            ValueError: a rank did not make these marks in this order.
+        """
+        part = self.trace.window(start, end)
+        held = {}
+        for rank in part.ranks:
+            first = max(i for i, e in enumerate(self.trace[rank]) if type(e) is Mark and e.name == start)
+            indices, lines = self.series(rank)
+            before = bisect_left(indices, first) - 1
+            held[rank] = {category: line[before] if before >= 0 else 0 for category, line in lines.items()}
+        return Memory(part, self.capacity_bytes, held)
 
     def __repr__(self) -> str:
         if not self.trace.ranks:

@@ -133,7 +133,9 @@ class Tracker(Tensors, TorchDispatchMode):
             for t in outputs:
                 storage = t.untyped_storage()
                 if getattr(storage, "_emu", None) is None:
-                    if kernel is not None:
+                    if self.stepping and not t.dim() and not any(i.dim() for i in inputs):
+                        storage._emu = Inner(ledger)  # an optimizer counts its steps in the host's memory
+                    elif kernel is not None:
                         storage._emu = Inner(ledger)
                         kernel.made.append(weakref.ref(storage))
                     else:

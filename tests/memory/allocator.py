@@ -23,6 +23,7 @@ from emu.spmd.mesh import Mesh
 from emu.virtual.launch import VirtualRun, run_virtual
 
 HOST_BYTES = {8, torch.get_rng_state().nbytes}
+STEP_BYTES = 4  # an optimizer counts its steps in tensors of one number, which torch keeps in the host's memory
 MARK = "op boundary "
 
 
@@ -86,14 +87,15 @@ def disagreements(boundaries: list[Boundary]) -> list[Boundary]:
 def _replay(profiler: Any) -> dict[int, int]:
     line: list[tuple[int, bool, Any]] = []
 
-    def walk(node: Any, in_op: bool) -> None:
+    def walk(node: Any, in_op: bool, in_step: bool = False) -> None:
         if node.tag == _EventType.Allocation:
             fields = node.extra_fields
-            line.append((node.start_time_ns, in_op, (fields.ptr, fields.alloc_size)))
+            if not (in_step and fields.alloc_size == STEP_BYTES):
+                line.append((node.start_time_ns, in_op, (fields.ptr, fields.alloc_size)))
         elif node.name.startswith(MARK):
             line.append((node.start_time_ns, in_op, int(node.name[len(MARK) :])))
         for child in node.children:
-            walk(child, node.name.startswith("aten::"))
+            walk(child, node.name.startswith("aten::"), in_step or node.name.startswith("Optimizer.step"))
 
     for root in profiler.profiler.kineto_results.experimental_event_tree():
         walk(root, False)

@@ -17,7 +17,7 @@ from .programs import interpreted, programs
 
 def train(rank):
     model = nn.Sequential(nn.Linear(10, 20), nn.GELU(), nn.Linear(20, 5))
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     dp = rank.group("dp")
     for _ in range(2):
         loss = (model(torch.randn(4, 10)) * 2 + 1).pow(2).mean()
