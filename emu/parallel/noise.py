@@ -9,7 +9,7 @@ has gradients of small batches, one per rank, and of the large one that they mak
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -56,12 +56,12 @@ def noise_from(small_square: float, large_square: float, small: float, large: fl
 class GradientNoise:
     """Measures the noise scale while a model trains. Every backward pass of every rank is a small batch.
 
-        noise = GradientNoise(model, rank.group("dp"))
-        model.loss_sum(x, y).backward()
-        noise.small(len(x))                          # after every backward; gradients are sums over the rows
-        sum_gradients(model, group, len(batch.x))    # by any strategy: now they are means over all rows, on every rank
-        noise.large()
-        noise.measured().scale                       # of all steps since the start
+        dist = DataParallel(model, rank, "dp")
+        noise = GradientNoise(model, dist.group)
+        dist.backward(batch)                  # or any other strategy; each rank's own gradients are sums over its rows
+        noise.small(rows, tokens)             # after every backward pass: what this rank's rows and labels were
+        noise.large()                         # when .grad is the mean over all; with zero: dist.gather_gradients().values()
+        noise.measured().scale                # in rows; of all steps since the start
 
     Examples must be drawn independently: of language, sequences and not tokens. Both estimates are unbiased, their ratio
     is not, so average over many steps; where the noise scale changes, `reset()` in between. A step costs an all-reduce
@@ -115,8 +115,11 @@ class GradientNoise:
         self._passes += 1
 
     @torch.no_grad()
-    def large(self) -> None:
-        """Ends a step, of which every rank now has the mean gradient in `.grad`.
+    def large(self, gradients: Iterable[Tensor] | None = None) -> None:
+        """Ends a step, of which every rank now has the mean gradient.
+
+        Args:
+            gradients: all parameters'; what is in `.grad` where not given.
 
         Raises:
             EmuError: the step had one small batch only, which is then the large one, too.
@@ -128,9 +131,9 @@ class GradientNoise:
             )
         squares, inverse, count, examples = self.group.all_reduce(self._smalls, name="noise").unbind()
         small, large = squares / count, self._number()
-        for p in self.parameters:
-            if p.grad is not None:
-                large += torch.linalg.vector_norm(p.grad).square()
+        for gradient in (p.grad for p in self.parameters) if gradients is None else gradients:
+            if gradient is not None:
+                large += torch.linalg.vector_norm(gradient).square()
         noise = (small - large) / (inverse / count - 1 / examples)
         self._sums += torch.stack([large - noise / examples, noise])
         self._smalls, self._passes = self._number(4), 0

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import emu
+from emu.models import GPT, Config
 from emu.parallel.noise import GradientNoise, Noise, Tradeoff, fit_tradeoff, noise_from
 
 
@@ -69,6 +70,36 @@ def test_several_backward_passes_are_small_batches_as_well():
 def test_a_wrong_divisor_is_a_wrong_estimate():
     """The control."""
     assert over_all_batches([2, 1], biased=True).noise != pytest.approx(TRUE.noise, rel=0.1)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_it_measures_the_same_whatever_of_the_model_is_sharded(zero):
+    """One step of a decoder, its batch cut 2 + 1 + 0 + 1; the estimates from plain torch's gradients of the same rows."""
+    config, cut = Config(layers=1, width=8, heads=2, ffn=8, vocab=11, seq=4), [2, 1, 0, 1]
+    g = torch.Generator().manual_seed(0)
+    x, y = (torch.randint(0, 11, (4, 4), generator=g) for _ in "xy")
+
+    def model():
+        return GPT(config, seed=0).double()
+
+    def program(rank):
+        dist = emu.DataParallel(model(), rank, "dp", zero=zero)
+        noise = GradientNoise(dist.model, dist.group)
+        for _ in range(2):
+            dist.zero_grad()
+            dist.backward((x, y), sizes=cut)
+            noise.small(cut[rank], 4 * cut[rank])
+            noise.large(dist.gather_gradients().values())
+        return noise.measured()
+
+    def square(rows):
+        plain = model()
+        (plain.loss_sum(x[rows], y[rows]) / y[rows].numel()).backward()
+        return sum(float(p.grad.square().sum()) for p in plain.parameters())
+
+    smalls = sum(map(square, (slice(0, 2), slice(2, 3), slice(3, 4)))) / 3
+    expected = noise_from(smalls, square(slice(0, 4)), 3 / (1 / 2 + 1 + 1), 4)
+    assert emu.launch(program, emu.Mesh(dp=4)).results[0] == pytest.approx(expected, rel=1e-9)
 
 
 def test_a_shape_run_measures_at_the_same_cost():
