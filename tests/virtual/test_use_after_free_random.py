@@ -165,7 +165,7 @@ def seen(program) -> tuple[str, int] | None:
 
 
 def agree(given_programs) -> None:
-    @settings(max_examples=300, deadline=None)
+    @settings(max_examples=max(300, settings().max_examples), deadline=None)
     @given(given_programs)
     def every_program(program):
         assert seen(program) == expected(program)
