@@ -35,7 +35,10 @@ def cases(draw, most_ranks=12):
     }
 
 
-def case(how, sizes=(2, 0, 1, 3), rule=ADAMW, made=Made((3, 5, 3)), microbatches=1, steps=2, order="program"):
+ODD = Made((3, 5, 3))
+
+
+def case(how, sizes=(2, 0, 1, 3), rule=ADAMW, made=ODD, microbatches=1, steps=2, order="program"):
     return {
         "made": made,
         "sizes": list(sizes),

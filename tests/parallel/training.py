@@ -1,6 +1,7 @@
 """Models of awkward sizes, every way to shard them, steps of training on ranks, and plain torch taking the same steps."""
 
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ class Mlp(nn.Module):
     def __init__(self, widths, seed=0):
         super().__init__()
         torch.manual_seed(seed)
-        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in zip(widths, widths[1:]))
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(widths))
 
     def loss_sum(self, x, y):
         for layer in self.layers[:-1]:
