@@ -61,7 +61,7 @@ class ParameterServer:
     """
 
     def __init__(self, model: nn.Module, rank: Rank, *axes: str, max_staleness: int | None = None) -> None:
-        self.model, self.group = model, rank.group(*axes)
+        self.model, self.rank, self.group = model, rank, rank.group(*axes)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         if self.group.size < 2:
             raise EmuError(
@@ -127,7 +127,7 @@ class ParameterServer:
             after: called after every update, e.g. to note the loss.
 
         Returns:
-            every update, in order.
+            every update, in order. A trace keeps that order where it is priced on another cluster.
 
         Raises:
             EmuError: on a worker; steps that are not one whole number from 0 on for each.
@@ -136,6 +136,8 @@ class ParameterServer:
         self._check("serve", on_server=True)
         todo = dict(enumerate(self._steps(steps), start=1))
         buffers = {w: [torch.empty_like(p) for p in self.parameters] for w in todo}
+        for buffer in (buffer for each in buffers.values() for buffer in each):
+            self.rank.account(buffer, "communication")
         done = dict.fromkeys(todo, 0)
         pulled: dict[int, int] = {}  # worker -> the update that its parameters were new after
         under_way: dict[int, Work] = {}

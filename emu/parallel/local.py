@@ -41,7 +41,8 @@ class LocalSGD:
     parameters start on a grid. Otherwise a rank rounds when it divides by its own tokens, before the sum, and when it
     takes its own step, and the tier is float64.
 
-    Optimizer states and buffers stay every rank's own. Each rank keeps one more copy of the parameters.
+    Optimizer states and buffers stay every rank's own. Each rank keeps one more copy of the parameters, which
+    counts as optimizer state.
 
     Args:
         model: a plain module, the same on every rank.
@@ -67,6 +68,8 @@ class LocalSGD:
         self.steps = self.tokens = 0  # since the last average
         rank.watch(model)
         self._start = [p.detach().clone() for p in self.parameters]
+        for start in self._start:
+            rank.account(start, "optimizer")
         self.outer = outer(self._start)
 
     def step(self, tokens: int) -> bool:

@@ -258,6 +258,25 @@ def test_the_largest_stable_learning_rate_is_where_a_root_crosses_the_unit_circl
         assert limit == pytest.approx(math.pi / (2 * staleness), rel=0.03)
 
 
+@pytest.mark.parametrize("workers", [1, 3])
+def test_the_server_holds_parameters_momentum_and_a_buffer_for_every_worker(workers):
+    def program(rank):
+        model = nn.Linear(64, 64, bias=False)
+        server = ParameterServer(model, rank)
+        if server.serves:
+            server.serve(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False), 2)
+        else:
+            for _ in range(2):
+                server.pull()
+                model.weight.grad = torch.zeros_like(model.weight)
+                server.push()
+
+    run, size = emu.launch(program, emu.Mesh(ranks=workers + 1)), 64 * 64 * 4
+    most = {category: max(held) for category, held in run.memory.series(0)[1].items()}
+    assert (most["parameters"], most["communication"], most["optimizer"]) == (size, workers * size, size)
+    assert run.memory.peak_bytes(1) == 2 * size  # parameters and gradients
+
+
 # Checked against a reference, and what goes wrong.
 
 

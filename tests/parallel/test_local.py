@@ -182,6 +182,17 @@ def test_it_communicates_the_parameters_once_every_so_many_steps(every):
     assert moved == (9 // every) * (18 * 4 + 8)  # parameters in float32, and a count
 
 
+def test_it_holds_the_parameters_twice_between_averages():
+    def program(rank):
+        model = nn.Linear(64, 64, bias=False)
+        local = LocalSGD(model, rank, every=3)
+        local.step(1)
+
+    run, size = emu.launch(program, emu.Mesh(ranks=2)), 64 * 64 * 4
+    held = {category: bytes_[-1] for category, bytes_ in run.memory.series(0)[1].items()}
+    assert (held["parameters"], held["optimizer"], run.memory.peak_bytes(0)) == (size, size, 2 * size)
+
+
 def test_ranks_are_apart_between_averages_and_alike_after_and_an_average_without_a_step_or_a_token_changes_nothing():
     def program(rank):
         model = nn.Linear(2, 2, bias=False)
