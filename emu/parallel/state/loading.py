@@ -15,7 +15,7 @@ from emu.parallel.state.blocks import Bytes, Request, check_file, read_blocks
 from emu.parallel.state.consult import consult
 from emu.parallel.state.errors import StateError, listed
 from emu.parallel.state.index import Index, read_index
-from emu.parallel.state.ownership import Described, describe, wholes
+from emu.parallel.state.ownership import describe, wholes
 from emu.parallel.state.piece import Piece
 from emu.parallel.state.rng import Rng, derived
 from emu.parallel.state.safetensors import DTYPES
@@ -42,6 +42,7 @@ def load_state(
     rank: Rank,
     tensors: Mapping[str, Sequence[Piece]],
     convert: bool = False,
+    partial: bool = True,
 ) -> Loaded:
     """Fills this rank's pieces from a checkpoint, whatever layout and number of ranks it was saved with. Every rank must call it.
 
@@ -52,6 +53,7 @@ def load_state(
         tensors: kind -> this rank's pieces, which are written in place. A kind that no rank names is left in the file; of
             a kind that is named, all ranks together must name every tensor.
         convert: whether tensors of another dtype are converted; otherwise they are an error.
+        partial: whether the checkpoint may hold kinds that no rank names.
 
     Raises:
         StateError: on every rank alike. No tensor has changed, unless the data inside a file is damaged: then some have.
@@ -70,7 +72,7 @@ def load_state(
                 "let nobody save to it meanwhile, and give all ranks the same folder",
                 folder,
             )
-        _compare(folder, opened[0], [wanted for _, wanted in found], convert)
+        _compare(folder, opened[0], wholes([wanted for _, wanted in found]), convert, partial)
         for number in range(len(opened[0].files)):
             check_file(opened[0].stored(folder, number))
         return [None] * len(found)
@@ -87,9 +89,15 @@ def load_state(
     return Loaded(opened[0].extra, state[0], opened[0].mesh)
 
 
-def _compare(folder: Path, index: Index, described: Sequence[Described], convert: bool) -> None:
+def _compare(folder: Path, index: Index, wanted: Mapping[str, Any], convert: bool, partial: bool) -> None:
     """Raises a StateError unless the checkpoint holds just what is asked for."""
-    for kind, of_kind in wholes(described).items():
+    if not partial and (left := sorted(kind for kind, of in index.tensors.items() if of and kind not in wanted)):
+        raise StateError(
+            f"{folder} holds {listed(left)} too, which nobody asks for",
+            "make the optimizer of the kind and with the options that it was saved with",
+            folder,
+        )
+    for kind, of_kind in wanted.items():
         stored = index.tensors.get(kind)
         if stored is None:
             raise StateError(

@@ -1,0 +1,124 @@
+"""Saving and loading a whole training: model, optimizer, random generators, and where it was."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from emu.parallel.state.errors import StateError
+from emu.parallel.state.loading import load_state
+from emu.parallel.state.piece import Piece
+from emu.parallel.state.rng import restore_rng
+from emu.parallel.state.saving import save_state
+from emu.spmd import Rank
+
+PARAMETERS, BUFFERS = "parameters", "buffers"
+
+
+class Distributed(Protocol):
+    """What is asked of a model under a strategy, as emu.DataParallel is."""
+
+    model: Any
+    rank: Rank
+    vectors: Any
+
+    def pieces(self) -> Sequence[Piece]: ...
+
+    def zero_grad(self) -> None: ...
+
+
+class Stepping(Protocol):
+    """What is asked of its optimizer."""
+
+    def pieces(self) -> dict[str, list[Piece]]: ...
+
+    def scalars(self) -> dict[str, Any]: ...
+
+    def load_scalars(self, scalars: Any) -> None: ...
+
+
+def save(path: str | os.PathLike[str], dist: Distributed, optimizer: Stepping | None = None, extra: Any = None) -> None:
+    """Saves a training to a folder, whole or not at all; `load` goes on from it in any other layout. All ranks must call it.
+
+    Parameters are saved as the optimizer sees them: where there is a master copy, that. Buffers, the optimizer's states and
+    options, and every rank's random generators go with them. Gradients do not.
+
+    Args:
+        path: a folder. The checkpoint that is already there is replaced once the new one is whole.
+        dist: the model under its strategy.
+        optimizer: made by `dist.optimizer(...)`.
+        extra: JSON-able data to keep along, e.g. how many steps were taken; rank 0's counts.
+
+    Raises:
+        StateError: on every rank alike; what was at the path is still there.
+    """
+    scalars = None if optimizer is None else optimizer.scalars()
+    save_state(path, dist.rank, _tensors(dist, optimizer), {"extra": extra, "optimizer": scalars})
+
+
+def load(
+    path: str | os.PathLike[str],
+    dist: Distributed,
+    optimizer: Stepping | None = None,
+    *,
+    convert: bool = False,
+    rng: bool = True,
+) -> Any:
+    """Goes on from a checkpoint that `save` wrote, whatever layout and number of ranks it had. All ranks must call it.
+
+    Args:
+        path: the folder.
+        dist: the same model, under any strategy of its kind.
+        optimizer: of the same kind, made with the same groups; None leaves the saved states in the file.
+        convert: whether tensors of another dtype are converted; otherwise they are an error.
+        rng: whether this rank's random generators go on, too. Ranks that the saved run did not have get seeds derived from it.
+
+    Returns:
+        The extra data that was saved along.
+
+    Raises:
+        StateError: on every rank alike; it says what the checkpoint and the model differ in, or which file is damaged.
+    """
+    for shards in dist.vectors:
+        shards.free()  # whole copies of shards would be of the past
+    loaded = load_state(path, dist.rank, _tensors(dist, optimizer), convert=convert, partial=optimizer is None)
+    for work in [shards.refresh() for shards in dist.vectors]:
+        if work is not None:
+            work.wait()
+    dist.zero_grad()
+    plain = loaded.extra
+    if not isinstance(plain, dict) or plain.keys() != {"extra", "optimizer"}:
+        raise StateError(
+            f"{path} was not written by save(path, dist, ...), but by save_state",
+            "load it with load_state",
+            path,
+        )
+    if optimizer is not None and plain["optimizer"] is not None:
+        optimizer.load_scalars(plain["optimizer"])
+    if rng and loaded.rng is not None:
+        restore_rng(loaded.rng)
+    return plain["extra"]
+
+
+def _tensors(dist: Distributed, optimizer: Stepping | None) -> dict[str, Sequence[Piece]]:
+    kept = dist.model.state_dict().keys()  # without buffers that the module makes anew
+    buffers = [
+        Piece(name, tuple(buffer.shape), 0, buffer.detach().view(-1))
+        for name, buffer in dist.model.named_buffers()
+        if name in kept
+    ]
+    return {PARAMETERS: dist.pieces(), BUFFERS: buffers, **_states(dist, optimizer)}
+
+
+def _states(dist: Distributed, optimizer: Stepping | None) -> dict[str, list[Piece]]:
+    """The optimizer's states. A state that is one number has no dimensions, whatever the layout: as torch saves it."""
+    if optimizer is None:
+        return {}
+    shapes = {name: shape for shards in dist.vectors for name, shape in zip(shards.flat.names, shards.flat.shapes)}
+    return {
+        key: [
+            p._replace(shape=()) if p.shape == (1,) and (key == "step" or shapes[p.name] != (1,)) else p for p in pieces
+        ]
+        for key, pieces in optimizer.pieces().items()
+    }
