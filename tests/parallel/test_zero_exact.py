@@ -1,19 +1,16 @@
 """Every stage, shape and split of data parallelism, to the bit: training on ranks is training on one device (exact tier)."""
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-import emu
 from emu.parallel.gradients import Gradients
 from emu.parallel.optimizer import Optimizer
 from emu.parallel.shards import Shards
 
 from . import training
-from .training import ADAMW, SGD, Made, exactly, first_difference, on_one_device, on_ranks, outcome, same_on_grid
+from .training import ADAMW, SGD, Made, accumulates, exactly, first_difference, on_one_device, on_ranks, same_on_grid
 
 INF = float("inf")
 
@@ -76,33 +73,6 @@ def test_training_on_ranks_is_training_on_one_device_to_the_bit_at_length(case):
 
 
 # Scenario 4: what no_sync is put around.
-
-
-def accumulates(rank, made, data, rule, steps, sizes, how, microbatches, syncs, form):
-    """Accumulates over microbatches by hand; after which of them ranks reduce is in `syncs`."""
-    dist = emu.DataParallel(made.model(), rank, "dp", **how)
-    optimizer = dist.optimizer(rule.kind, rule.cut(made.names()), clip=rule.clip, norm=rule.norm, **rule.options)
-    losses, gradients = [], {}
-    for step in range(steps):
-        some = data[step % len(data)]
-        x, y = some.shard(rank, "dp", sizes=sizes)
-        optimizer.zero_grad()
-        total = 0
-        for x_part, y_part, sync in zip(x.tensor_split(len(syncs)), y.tensor_split(len(syncs)), syncs):
-            quiet = nullcontext if sync else dist.no_sync
-            with quiet() if form != "backward" else nullcontext():
-                loss = dist.loss_sum(x_part, y_part)
-                if form == "both":
-                    loss.backward()
-            if form != "both":
-                with quiet() if form == "backward" else nullcontext():
-                    loss.backward()
-            total = total + loss.detach()
-        dist.finish(some.tokens)
-        losses.append(dist.group.all_reduce(total).div_(some.tokens))
-        gradients = dict(dist.gather_gradients())
-        optimizer.step()
-    return outcome(dist, optimizer, losses, gradients)
 
 
 @given(

@@ -1,6 +1,6 @@
 """Models of awkward sizes, every way to shard them, steps of training on ranks, and plain torch taking the same steps."""
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -156,6 +156,36 @@ def on_ranks(rank, made, data, rule, steps, sizes, how, microbatches=1):
         some = data[step % len(data)]
         optimizer.zero_grad()
         losses.append(dist.backward(some, sizes, microbatches))
+        gradients = dict(dist.gather_gradients())
+        optimizer.step()
+    return outcome(dist, optimizer, losses, gradients)
+
+
+def accumulates(rank, made, data, rule, steps, sizes, how, microbatches, syncs, form):
+    """Accumulates over microbatches by hand; `syncs`: after which of them ranks reduce; `form`: what no_sync is put around.
+
+    The forms of scenario 4: "both" forward and backward, "backward" alone, or "forward" alone, which has no effect.
+    """
+    dist = emu.DataParallel(made.model(), rank, "dp", **how)
+    optimizer = dist.optimizer(rule.kind, rule.cut(made.names()), clip=rule.clip, norm=rule.norm, **rule.options)
+    losses, gradients = [], {}
+    for step in range(steps):
+        some = data[step % len(data)]
+        x, y = some.shard(rank, "dp", sizes=sizes)
+        optimizer.zero_grad()
+        total = 0
+        for x_part, y_part, sync in zip(x.tensor_split(len(syncs)), y.tensor_split(len(syncs)), syncs):
+            quiet = nullcontext if sync else dist.no_sync
+            with quiet() if form != "backward" else nullcontext():
+                loss = dist.loss_sum(x_part, y_part)
+                if form == "both":
+                    loss.backward()
+            if form != "both":
+                with quiet() if form == "backward" else nullcontext():
+                    loss.backward()
+            total = total + loss.detach()
+        dist.finish(some.tokens)
+        losses.append(dist.group.all_reduce(total).div_(some.tokens))
         gradients = dict(dist.gather_gradients())
         optimizer.step()
     return outcome(dist, optimizer, losses, gradients)
