@@ -2,7 +2,7 @@
 
 from emu.parallel.state.errors import StateError
 from emu.parallel.state.exporting import dcp_key, export_dcp
-from emu.parallel.state.front import load, save
+from emu.parallel.state.front import load, load_dcp, save, save_dcp
 from emu.parallel.state.importing import import_dcp
 from emu.parallel.state.loading import Loaded, load_state
 from emu.parallel.state.piece import Piece
@@ -17,9 +17,11 @@ __all__ = [
     "export_dcp",
     "import_dcp",
     "load",
+    "load_dcp",
     "load_state",
     "restore_rng",
     "rng_state",
     "save",
+    "save_dcp",
     "save_state",
 ]

@@ -28,14 +28,15 @@ from emu.parallel.state.unpickling import METADATA
 from emu.spmd import Rank
 
 Key = tuple[str | int, ...]
+PARAMETERS, BUFFERS = "parameters", "buffers"  # kinds of tensors that are the model's
 
 
 def dcp_key(kind: str, name: str) -> Key:
     """Where a tensor stands in the state dict {"model": ..., "optim": ...} that torch's get_state_dict makes.
 
-    Parameters are ("model", name); a state of the optimizer is ("optim", "state", name, kind).
+    Parameters and buffers are ("model", name); a state of the optimizer is ("optim", "state", name, kind).
     """
-    return ("model", name) if kind == "parameters" else ("optim", "state", name, kind)
+    return ("model", name) if kind in (PARAMETERS, BUFFERS) else ("optim", "state", name, kind)
 
 
 def export_dcp(

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from emu.parallel.state.errors import StateError
+from emu.parallel.state.exporting import BUFFERS, PARAMETERS, Key, dcp_key, export_dcp
+from emu.parallel.state.importing import import_dcp
 from emu.parallel.state.loading import load_state
 from emu.parallel.state.piece import Piece
 from emu.parallel.state.rng import restore_rng
 from emu.parallel.state.saving import save_state
 from emu.spmd import Rank
-
-PARAMETERS, BUFFERS = "parameters", "buffers"
 
 
 class Distributed(Protocol):
@@ -80,13 +81,8 @@ def load(
     Raises:
         StateError: on every rank alike; it says what the checkpoint and the model differ in, or which file is damaged.
     """
-    for shards in dist.vectors:
-        shards.free()  # whole copies of shards would be of the past
-    loaded = load_state(path, dist.rank, _tensors(dist, optimizer), convert=convert, partial=optimizer is None)
-    for work in [shards.refresh() for shards in dist.vectors]:
-        if work is not None:
-            work.wait()
-    dist.zero_grad()
+    with _filling(dist):
+        loaded = load_state(path, dist.rank, _tensors(dist, optimizer), convert=convert, partial=optimizer is None)
     plain = loaded.extra
     if not isinstance(plain, dict) or plain.keys() != {"extra", "optimizer"}:
         raise StateError(
@@ -99,6 +95,71 @@ def load(
     if rng and loaded.rng is not None:
         restore_rng(loaded.rng)
     return plain["extra"]
+
+
+def save_dcp(
+    path: str | os.PathLike[str], dist: Distributed, optimizer: Stepping | None = None, extra: Any = None
+) -> None:
+    """Saves model and optimizer for stock torch: `dcp.load({"model": ..., "optim": {"state": ...}}, checkpoint_id=path)`.
+
+    Names and places are those of torch's get_state_dict; a shared parameter stands under all its names. All ranks must call it.
+
+    Args:
+        path: a folder that does not exist yet, or is empty.
+        extra: JSON-able data, which stands under "extra"; rank 0's counts.
+
+    Raises:
+        StateError: on every rank alike.
+    """
+    tensors = _tensors(dist, optimizer)
+    first: dict[int, str] = {}
+    for name, parameter in dist.model.named_parameters(remove_duplicate=False):
+        known = first.setdefault(id(parameter), name)
+        if known != name:
+            again = [piece._replace(name=name) for piece in tensors[PARAMETERS] if piece.name == known]
+            tensors[PARAMETERS] = [*tensors[PARAMETERS], *again]
+    export_dcp(path, dist.rank, tensors, extra)
+
+
+def load_dcp(
+    path: str | os.PathLike[str],
+    dist: Distributed,
+    optimizer: Stepping | None = None,
+    *,
+    key: Callable[[str, str], Key] = dcp_key,
+    convert: bool = False,
+) -> Any:
+    """Takes over model and optimizer states that stock `dcp.save` wrote, of any sharding. All ranks must call it.
+
+    Options of the optimizer and random generators are not taken over.
+
+    Args:
+        path: the folder.
+        optimizer: None leaves its states in the file.
+        key: kind ("parameters", "buffers", or a state of the optimizer) and name -> where the tensor stands in the nested
+            state dict that was saved.
+        convert: whether tensors of another dtype are converted; otherwise they are an error.
+
+    Returns:
+        What the state dict had under "extra", None if nothing.
+
+    Raises:
+        StateError: on every rank alike.
+    """
+    with _filling(dist):
+        return import_dcp(path, dist.rank, _tensors(dist, optimizer), key=key, convert=convert)
+
+
+@contextmanager
+def _filling(dist: Distributed) -> Iterator[None]:
+    """Within it this rank's pieces get new values; after it, the model has them everywhere, and no gradients of the past."""
+    for shards in dist.vectors:
+        shards.free()  # whole copies of shards
+    yield
+    for work in [shards.refresh() for shards in dist.vectors]:
+        if work is not None:
+            work.wait()
+    dist.zero_grad()
 
 
 def _tensors(dist: Distributed, optimizer: Stepping | None) -> dict[str, Sequence[Piece]]:

@@ -95,8 +95,9 @@ def _compare(
                 holes.append(name)
     if missing:
         raise StateError(
-            f"{folder} lacks {listed(missing)}; it holds {listed(sorted(items))}",
-            "pass key=, a function of kind and name that says where a tensor stands in the state dict that was saved",
+            f"{folder} lacks {listed(sorted(missing))}; it holds {listed(sorted(items))}",
+            "make model and optimizer of the kind that was saved; or, if tensors stand elsewhere in the saved state dict, say "
+            "where: key=lambda kind, name: (...)",
             folder,
         )
     if shapes:
