@@ -91,8 +91,9 @@ class Shards:
         """Puts the parameters, in their role's dtype, into one vector or, at stage 3, into shards of it."""
         account, stage = self.place.rank.account, self.place.stage
         if not stage:
-            for p in self.parameters:
+            for name, p in zip(self.flat.names, self.parameters):
                 p.data = p.data.to(self.dtypes.param).contiguous()
+                account(p.data, "parameters", name.rpartition(".")[0])
             return
         where = self.parameters[0].device
         self._whole = torch.empty(self.flat.numel, dtype=self.dtypes.param, device=where)

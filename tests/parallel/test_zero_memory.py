@@ -103,6 +103,21 @@ def test_every_ranks_bytes_are_the_closed_form_with_shards_rounded_up(made, rank
     assert found == [states_bytes(vectors, ranks, zero, precision, rank) for rank in range(ranks)]
 
 
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("precision", [None, "bf16-mixed"])
+def test_what_memory_is_for_is_known_from_the_start(zero, precision):
+    """A model in another dtype is new memory, and parameters all the same; what the module held before is gone."""
+
+    def program(rank):
+        dist = emu.DataParallel(Vector(10).float(), rank, "dp", zero=zero, precision=precision)
+        return {category: n for category, n in rank._device.ledger.by_category.items() if n}, dist
+
+    param, master = (4, 0) if precision is None else (2, 4)
+    expected = {"parameters": param * (3 if zero == 3 else 10), "optimizer": master * (3 if zero else 10)}
+    for held, _ in emu.launch(program, emu.Mesh(dp=4)).results:
+        assert held == {category: n for category, n in expected.items() if n}
+
+
 @pytest.mark.parametrize(("zero", "replicate"), [(1, 2), (2, 3), (3, 2), (3, 6), (3, 1)])
 def test_hsdp_cuts_over_a_group_and_an_owner_keeps_all_of_a_vector(zero, replicate):
     how = {"zero": zero, "replicate": replicate, "precision": "bf16-mixed"}
