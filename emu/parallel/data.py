@@ -24,6 +24,8 @@ from emu.parallel.state.piece import Piece
 from emu.parallel.wrapping import checked_options, wrap
 from emu.spmd import EmuError, Grads, Precision, Rank
 
+AUTOCAST = (torch.bfloat16, torch.float16)  # the dtypes that torch's autocast knows on every device
+
 
 class DataParallel:
     """A model under data parallelism. It is no module: `.model` is.
@@ -112,8 +114,8 @@ class DataParallel:
     def _autocast(self) -> Any:
         """Activations in another dtype than parameters: torch's autocast decides op by op."""
         roles = self.roles
-        if roles is None or roles.activations == roles.param:
-            return nullcontext()
+        if roles is None or roles.activations == roles.param or roles.activations not in AUTOCAST:
+            return nullcontext()  # autocast only narrows: wider activations than parameters there are not
         return torch.autocast(self.rank.device.type, dtype=roles.activations)  # type: ignore[arg-type]
 
     @contextmanager
