@@ -46,13 +46,13 @@ def start(
 
 @app.command()
 def demo(
-    name: Annotated[str, typer.Argument(help="Which strategy to show.")] = "dp",
+    name: Annotated[str, typer.Argument(help="Which strategy to show: all, dp, zero1, zero2, zero3 or hsdp.")] = "all",
     quick: Annotated[bool, typer.Option("--quick", help="Fewer training steps.")] = False,
     report: Annotated[Path, typer.Option(help="Where to write the HTML report.")] = Path("emu-report.html"),
     as_json: Json = False,
 ) -> int:
     """Train a GPT on 1 and on 8 virtual H100s, prove them equal, price a step, and draw it."""
-    from emu.demo import explain, run_demo, summary
+    from emu.demo import explain, run_demo, strategies_table, summary
 
     refuse_unwritable("--report", report)
     with stages() as stage:
@@ -64,6 +64,7 @@ def demo(
 
         console = Console()
         console.print(summary(shown).rich())
+        console.print(strategies_table(shown).rich())
         for line in explain(shown):
             console.print(f"• {line}", markup=False, highlight=False)
         console.print(f"\nReport with pictures: {shown.report}", markup=False, highlight=False, soft_wrap=True)

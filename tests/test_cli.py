@@ -202,14 +202,18 @@ def test_the_demo_proves_prices_and_draws(capsys, tmp_path):
     report = tmp_path / "report.html"
     code, said = answer(capsys, "demo", "--quick", "--report", str(report))
     assert code == 0
-    (dp,) = said["strategies"]
-    assert dp["name"] == "dp" and dp["equivalent"] and dp["tier"] == "exact"
-    assert dp["step_time_s"] > 0 and dp["peak_hbm_bytes"] > 0 and dp["comm_bytes"]["dp"] > 0 and 0 < dp["mfu"] < 1
+    shown = {strategy["name"]: strategy for strategy in said["strategies"]}
+    assert list(shown) == ["dp", "zero1", "zero2", "zero3", "hsdp"]
+    for one in shown.values():
+        assert one["equivalent"] and one["tier"] == "exact" and one["comm_bytes"]["dp"] > 0
+        assert one["step_time_s"] > 0 and one["peak_hbm_bytes"] > 0 and 0 < one["mfu"] < 1
+    peaks = [shown[name]["peak_hbm_bytes"] for name in ("dp", "zero1", "zero2", "zero3")]
+    assert peaks == sorted(peaks, reverse=True) and len(set(peaks)) == 4
     assert said["loss_single"] == pytest.approx(said["loss_distributed"], rel=1e-4)  # float32, 10 steps of AdamW
     assert said["losses_single"][-1] < said["losses_single"][0]
     html = report.read_text()
-    assert said["report"] == str(report) and html.count("data:image/png;base64,") == 4
-    assert html.count("8 scaled-down H100s") >= 4 and "host-bound" in html and "TFLOP/s" not in html
+    assert said["report"] == str(report) and html.count("data:image/png;base64,") == 7
+    assert html.count("8 scaled-down H100s") >= 4 and "Gather, use, free" in html and "TFLOP/s" not in html
 
 
 def test_emu_is_quick_to_import_and_brings_nothing_heavy():
@@ -273,9 +277,9 @@ def test_a_model_of_ones_own_is_verified(capsys, programs):
 
 
 def test_a_report_that_cannot_be_written_costs_no_training(capsys, tmp_path, monkeypatch):
-    import emu.demo
+    import emu.demo.findings
 
-    monkeypatch.setattr(emu.demo, "launch", lambda *a, **k: pytest.fail("it trained"))
+    monkeypatch.setattr(emu.demo.findings, "launch", lambda *a, **k: pytest.fail("it trained"))
     for place in (tmp_path / "no" / "r.html", tmp_path):
         assert answer(capsys, "demo", "--report", str(place))[0] == 2
     assert list(tmp_path.iterdir()) == []

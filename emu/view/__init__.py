@@ -2,6 +2,7 @@
 
 from emu.view.losses import loss_figure
 from emu.view.memory import memory_figure
+from emu.view.memory_bars import memory_bars_figure
 from emu.view.mesh import mesh_figure, mesh_html
 from emu.view.notebook import attach
 from emu.view.report import Code, Heading, Picture, Text, report_html, write_report
@@ -18,6 +19,7 @@ __all__ = [
     "attach",
     "comparison_table",
     "loss_figure",
+    "memory_bars_figure",
     "memory_figure",
     "mesh_figure",
     "mesh_html",

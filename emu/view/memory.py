@@ -30,6 +30,7 @@ def memory_figure(
     timeline: Timeline | None = None,
     width: float = 11.0,
     title: str | None = None,
+    only: Sequence[str] | None = None,
 ) -> Figure:
     """Draws the bytes a device holds, stacked by category, with the peak and, where it is in sight, the capacity.
 
@@ -39,6 +40,7 @@ def memory_figure(
         timeline: of the same trace: draws over the host's time. None draws over the number of the event.
         width: of the figure in inches.
         title: None names the rank and its peak.
+        only: categories that are drawn; None draws all.
 
     Raises:
         ValueError: a rank that the trace does not have, or more than 8 ranks.
@@ -60,7 +62,7 @@ def memory_figure(
     with drawing():
         figure = Figure(figsize=(width, 1.0 + (3.2 if len(ranks) < 2 else 1.9 * len(ranks))), layout="constrained")
         panels = figure.subplots(max(len(ranks), 1), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
-        series = {r: stacked_steps(memory, r) for r in ranks}
+        series = {r: stacked_steps(memory, r, only=only) for r in ranks}
         top = max((sizes.sum(axis=0).max() for _, sizes, _ in series.values() if sizes.size), default=0.0)
         unit, unit_bytes = byte_unit(top)
         names: dict[str, None] = {}
@@ -83,17 +85,21 @@ def memory_figure(
                 0.5, 0.5, "nothing was allocated", transform=panels[0].transAxes, ha="center", color=FAINT_INK
             )
         _set_height(panels[0], capacity, top, unit_bytes)
-        _legend(figure, list(names))
+        category_legend(figure, list(names))
     return figure
 
 
-def stacked_steps(memory: Memory, rank: int, steps: int = STEPS) -> tuple[np.ndarray, np.ndarray, list[str]]:
+def stacked_steps(
+    memory: Memory, rank: int, steps: int = STEPS, only: Sequence[str] | None = None
+) -> tuple[np.ndarray, np.ndarray, list[str]]:
     """The bytes by category after each event, thinned to about `steps` events that keep every column's highest total.
 
     Returns:
         Event numbers, [n]; bytes, [categories, n], from the bottom of the stack up; the categories that are ever held.
     """
     events, by_category = memory.series(rank)
+    if only is not None:
+        by_category = {name: line for name, line in by_category.items() if name in only}
     order = [name for name in STACK if name in by_category] + [name for name in by_category if name not in STACK]
     held = [name for name in order if any(by_category[name])]
     at = np.asarray(events, dtype=np.int64)
@@ -184,7 +190,8 @@ def _set_height(axes: Axes, capacity: int | None, top: float, unit_bytes: float)
     axes.set_ylim(0, 1.16 * height / unit_bytes or 1.0)
 
 
-def _legend(figure: Figure, categories: Sequence[str]) -> None:
+def category_legend(figure: Figure, categories: Sequence[str]) -> None:
+    """The colours of memory's categories, below the figure."""
     from matplotlib.patches import Patch
 
     handles = []

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import emu
 from emu.spmd.mesh import Mesh
 from emu.virtual.launch import run_virtual
 
@@ -189,3 +190,20 @@ def test_the_same_program_allocates_and_frees_in_the_same_order_twice():
 
     first, second = (run_virtual(program, Mesh(dp=3)).trace for _ in range(2))
     assert {r: list(first[r]) for r in first.ranks} == {r: list(second[r]) for r in second.ranks}
+
+
+def test_a_windows_memory_begins_with_what_lived_at_its_mark():
+    def program(rank):
+        kept = torch.zeros(100)
+        rank.mark("a")
+        more = torch.zeros(50)
+        del more
+        rank.mark("b")
+        last = torch.zeros(10)
+        rank.mark("c")
+        return kept, last
+
+    run = emu.launch(program, emu.Mesh(dp=1))
+    assert run.window("a", "b").memory.peak_bytes(0) == 600 and run.memory.peak_bytes(0) == 600
+    assert run.window("b", "c").memory.peak_bytes(0) == 440 == run.window("b", "c").metrics.peak_hbm_bytes[0]
+    assert run.window("c").memory.peak_bytes(0) == 440  # nothing changes, and yet it is held

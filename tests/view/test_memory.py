@@ -2,7 +2,9 @@
 
 import numpy as np
 import pytest
+import torch
 
+import emu
 from emu.trace.events import Alloc, Kernel
 from emu.view import memory_figure, png_bytes
 from emu.view.memory import stacked_steps
@@ -108,3 +110,18 @@ def test_ranks_that_are_not_there_or_too_many_are_refused(make):
         memory_figure(memory, rank=20)
     with pytest.raises(ValueError, match="name at most 8"):
         memory_figure(memory, rank=list(range(9)))
+
+
+def test_only_some_categories_may_be_drawn():
+    def program(rank):
+        kept = torch.zeros(1000)
+        rank.account(kept, "gradients")
+        more = torch.zeros(500)
+        rank.account(more, "parameters")
+        return kept, more, torch.zeros(2000)
+
+    memory = emu.launch(program, emu.Mesh(dp=1)).memory
+    every, some = memory_figure(memory), memory_figure(memory, only=("gradients",))
+    names = [[t.get_text() for t in figure.legends[0].get_texts()] for figure in (every, some)]
+    assert set(names[0]) > {"parameters", "gradients"} and names[1] == ["gradients"]
+    assert "4.00 kB" in " ".join(t.get_text() for t in some.axes[0].texts)
