@@ -1,5 +1,6 @@
 """Pictures, tables and reports of a run. matplotlib and rich are imported when something draws, not before."""
 
+from emu.view.batch_size import batch_size_figure
 from emu.view.losses import loss_figure
 from emu.view.memory import memory_figure
 from emu.view.memory_bars import memory_bars_figure
@@ -17,6 +18,7 @@ __all__ = [
     "Table",
     "Text",
     "attach",
+    "batch_size_figure",
     "comparison_table",
     "loss_figure",
     "memory_bars_figure",
