@@ -30,7 +30,7 @@ from emu.equivalence.mutants import Broken, Mutant, Observed, mutants_of, sample
 from emu.equivalence.state import Keeper, digest_of, keeping, kept
 from emu.equivalence.verdict import Verdict
 from emu.equivalence.widening import Float64Mode
-from emu.spmd import BufferInFlight, CrossRankAccess, EmuError, Mesh, Rank
+from emu.spmd import BufferInFlight, CrossRankAccess, EmuError, FreedMemory, Mesh, Rank
 from emu.virtual.launch import Program, VirtualRun, run_virtual
 from emu.virtual.rendezvous import Rendezvous
 from emu.virtual.scheduler import Scheduler
@@ -62,7 +62,8 @@ def check(
 
     Raises:
         EmuError: an unknown tier, a reference that is none, or results that cannot be compared; whatever either raises.
-        BufferInFlight, CrossRankAccess: the program has a race, or its ranks share memory, whatever its results are.
+        BufferInFlight, CrossRankAccess, FreedMemory: the program has a race, its ranks share memory, or it uses memory
+            that it freed, whatever its results are.
     """
     if tier not in TIERS:
         raise EmuError(f"there is no tier {tier!r}", f"use one of {', '.join(TIERS)}")
@@ -88,9 +89,9 @@ def check(
                 'use a smaller batch or model, or tier="float64"',
             )
         progress("program")
+        _refuse_races(program, mesh, args)  # first: what is not watched may take the process down
         base = arithmetic.run(program, mesh, args, Observed)
         judged = judge(base.run, mesh, right, arithmetic)
-        _refuse_races(program, mesh, args)
         verdict = replace(
             judged.verdict, certificate_bits=max(certificate.bits.values(), default=0.0) if certificate else None
         )
@@ -196,7 +197,7 @@ def _refuse_races(program: Program, mesh: Mesh, args: Sequence[Any]) -> None:
     """Runs the program once more, tracked: in a tier's arithmetic nobody watches who uses which buffer when.
 
     Raises:
-        BufferInFlight, CrossRankAccess: what the tracker finds.
+        BufferInFlight, CrossRankAccess, FreedMemory: what the tracker finds.
     """
     before = torch.get_default_dtype()
     # A program may run in one dtype only (a number from outside that is float64); how it fails is for its tier to say.
@@ -204,7 +205,7 @@ def _refuse_races(program: Program, mesh: Mesh, args: Sequence[Any]) -> None:
         torch.set_default_dtype(dtype)
         try:
             run_virtual(program, mesh, args=args)
-        except (BufferInFlight, CrossRankAccess):
+        except (BufferInFlight, CrossRankAccess, FreedMemory):
             raise
         except Exception:
             continue

@@ -50,6 +50,10 @@ class BufferInFlight(EmuError):
     """A race: a buffer was used on one stream while another stream may still be using it."""
 
 
+class FreedMemory(EmuError):
+    """A tensor was used whose storage is empty: it was resized to nothing, as sharded parameters are between uses."""
+
+
 class VirtualOutOfMemory(EmuError, MemoryError):
     """An allocation that does not fit into the device's memory.
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -46,6 +47,7 @@ class TorchHooks:
     lock = threading.Lock()
     resize: Any = None
     undo = ExitStack()
+    emptied: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # storage -> bytes that it had
 
     def __enter__(self) -> TorchHooks:
         with self.lock:
@@ -59,6 +61,7 @@ class TorchHooks:
             TorchHooks.users -= 1
             if not TorchHooks.users:
                 TorchHooks.undo.close()
+                _refill()
 
     def _install(self) -> ExitStack:
         import torch.optim.optimizer as optimizer
@@ -135,10 +138,21 @@ def _resize(storage: Any, size: int) -> Any:
     tracker = _tracker()
     if tracker is not None:
         tracker.resizes(storage, size)
+    before = storage.nbytes()
     result = TorchHooks.resize(storage, size)  # type: ignore[attr-defined]
+    if not size and before:
+        TorchHooks.emptied[storage] = before
     if tracker is not None:
         tracker.resized(storage)
     return result
+
+
+def _refill() -> None:
+    """What ranks left empty gets memory again: a debugger that prints a tensor of it would read address 0."""
+    for storage, size in list(TorchHooks.emptied.items()):
+        if not storage.nbytes():
+            storage.resize_(size)
+    TorchHooks.emptied.clear()
 
 
 def _clone(storage: Any) -> Any:

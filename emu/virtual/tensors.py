@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from emu.spmd.errors import CrossRankAccess, EmuError
+from emu.spmd.errors import CrossRankAccess, EmuError, FreedMemory
 from emu.trace.events import CATEGORIES
 from emu.virtual.device import VirtualDevice, refuse_trainable
 from emu.virtual.freed import frees
@@ -56,6 +56,16 @@ class Tensors:
         if self.device.many_streams:
             check_use(self.device, block, self.device.stream_now, t, False, what, user_line())
         self.device.host_wait(self.device.stream_now, what)
+
+    def gone(self, t: Tensor, block: Any, what: str) -> None:
+        """An op is about to read or write a tensor whose storage is empty: it would take the process down."""
+        if type(block) is Block and t.numel() and not t.untyped_storage().nbytes():
+            raise FreedMemory(
+                f"rank {self.device.rank}: {what} uses a tensor of shape {tuple(t.shape)} whose memory was freed: it is of "
+                f"{block.category}{' of ' + block.scope if block.scope else ''} ({user_line()})",
+                "sharded parameters are whole only while their unit computes: read them inside its forward, or within "
+                "`with dist.gathered():`; do not keep views of them",
+            )
 
     # Whose tensor is it?
 

@@ -88,6 +88,9 @@ class Tracker(Tensors, TorchDispatchMode):
             block = getattr(t.untyped_storage(), "_emu", None)
             if block is None or block.ledger is not ledger:
                 self.foreign(t, any(t is w for w in _written(op, args, kwargs)), op.name)
+            elif not block.bytes:
+                if not op.views and not op.resizes:
+                    self.gone(t, block, op.name)
             elif type(t) is nn.Parameter and not block.watched:
                 self.adopt(t, block)
 

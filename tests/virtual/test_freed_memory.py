@@ -1,0 +1,58 @@
+"""A tensor whose storage was emptied is told of, where torch would read address 0."""
+
+import pytest
+import torch
+
+import emu
+from emu.equivalence import check
+from emu.models import GPT, Config
+from emu.spmd import FreedMemory
+
+SMALL = Config(layers=1, width=8, heads=2, ffn=8, vocab=11, seq=4)
+
+
+def on_a_rank(program):
+    return emu.launch(program, emu.Mesh(dp=1)).results[0]
+
+
+@pytest.mark.parametrize(
+    "use", [lambda x: x + 1, lambda x: x.view(2, 4).sum(), lambda x: x.fill_(0), lambda x: [x.mul(2)]]
+)
+def test_an_op_on_emptied_memory_is_refused(use):
+    def program(rank, empty=True):
+        x = torch.ones(8)
+        if empty:
+            x.untyped_storage().resize_(0)
+        return use(x)
+
+    on_a_rank(lambda rank: program(rank, empty=False))
+    with pytest.raises(
+        FreedMemory, match=r"rank 0: .* of shape \([\d, ]+\) whose memory was freed.*test_freed_memory.py"
+    ):
+        on_a_rank(program)
+
+
+def test_what_a_rank_leaves_empty_can_be_printed_afterwards():
+    def program(rank):
+        x = torch.ones(8)
+        x.untyped_storage().resize_(0)
+        return [x]
+
+    for track in (True, False):
+        (x,) = emu.launch(program, emu.Mesh(dp=1), track=track).results[0]
+        assert x.untyped_storage().nbytes() == 32 and "tensor" in repr(x)
+
+
+def test_a_view_kept_of_a_sharded_parameter_is_told_of_with_its_unit_also_by_a_check():
+    def program(rank, keep=True):
+        dist = emu.DataParallel(GPT(SMALL, seed=0), rank, "dp", zero=3)
+        with dist.gathered() as model:
+            weight = model.blocks[0].mlp.up.weight.t()
+            inside = weight.sum()
+        return weight.sum() if keep else inside
+
+    assert torch.isfinite(on_a_rank(lambda rank: program(rank, keep=False)))
+    with pytest.raises(FreedMemory, match=r"parameters of blocks\.0.*\n.*within `with dist.gathered\(\):`"):
+        on_a_rank(program)
+    with pytest.raises(FreedMemory):
+        check(program, emu.Mesh(dp=2), lambda: torch.ones(()))
