@@ -323,11 +323,18 @@ def test_real_processes_that_fail_give_one_object_too(programs, tmp_path):
 
 @pytest.fixture
 def readme(tmp_path: Path) -> Path:
-    """A folder with program.py and ask.py as README.md has them, program.py for two ranks."""
-    program, ask = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    """A folder with program.py, ask.py and train.py as README.md has them, program.py for two ranks."""
+    program, ask, train = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
     (tmp_path / "program.py").write_text(program.replace("dp=8", "dp=2"))
     (tmp_path / "ask.py").write_text(ask)
+    (tmp_path / "train.py").write_text(train)
     return tmp_path
+
+
+def test_the_readme_trains_a_sharded_model(readme):
+    done = shell("train", cwd=readme)
+    first, second, third = json.loads(re.findall(r"tensor\((\[.*\])\)", done.stdout)[0])
+    assert first > second > third > 4
 
 
 def test_the_readme_says_what_its_programs_print(readme):
