@@ -86,7 +86,7 @@ def _taken(scheduler: Scheduler, rank: int) -> list[Fault]:
 
 def _in_flight(device: VirtualDevice, block: Any) -> list[Use]:
     """The last use by each stream that the owner does not wait for."""
-    if block.uses is None:
+    if block.uses is None or block.uses.alone:
         return []
     owner = device.stream(block.uses.owner)
     late = {

@@ -57,7 +57,8 @@ class Block:
         if ledger._temporaries:
             ledger._temporaries.pop(self.number, None)
         ledger._events.append(_new(Free, (self.number, size, self.category)))
-        if self.uses is not None and (device := ledger.device()) is not None:
+        uses = self.uses
+        if uses is not None and not uses.alone and (device := ledger.device()) is not None:
             freed(device, self)
 
 

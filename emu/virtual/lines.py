@@ -15,18 +15,21 @@ _INSIDE = (*_MACHINERY, *(os.path.join(_EMU, room) + os.sep for room in ("parall
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 
 
-_FILES: dict[tuple[str, tuple[str, ...]], str] = {}  # what to call a file in messages; "" if it is not the user's
+_FILES: dict[tuple[str, ...], dict[str, str]] = {}  # what to call a file in messages; "" if it is not the user's
 
 
 def user_frame(inside: tuple[str, ...] = _INSIDE) -> FrameType | None:
     """The innermost frame that is neither emu's nor torch's; None when no program runs on this thread."""
     frame = sys._getframe(1)
+    files = _FILES.get(inside)
+    if files is None:
+        files = _FILES.setdefault(inside, {})
     while frame is not None:
-        key = (frame.f_code.co_filename, inside)
-        name = _FILES.get(key)
+        path = frame.f_code.co_filename
+        name = files.get(path)
         if name is None:
-            ours = key[0].startswith((*inside, _TORCH, "<frozen", threading.__file__))
-            name = _FILES[key] = "" if ours else os.path.basename(key[0])
+            ours = path.startswith((*inside, _TORCH, "<frozen", threading.__file__))
+            name = files[path] = "" if ours else os.path.basename(path)
         if name:
             return frame
         frame = frame.f_back  # type: ignore[assignment]
@@ -36,7 +39,7 @@ def user_frame(inside: tuple[str, ...] = _INSIDE) -> FrameType | None:
 def user_line(inside: tuple[str, ...] = _INSIDE) -> str:
     """Where the user's program stands: "file.py:12"."""
     frame = user_frame(inside)
-    return "unknown" if frame is None else f"{_FILES[frame.f_code.co_filename, inside]}:{frame.f_lineno}"
+    return "unknown" if frame is None else f"{_FILES[inside][frame.f_code.co_filename]}:{frame.f_lineno}"
 
 
 def handling() -> str:

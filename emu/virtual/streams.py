@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from emu.virtual.device import VirtualDevice
 
 DEFAULT = "default"
+LISTED = 16  # uses of one stream that are listed before they are looked through
 
 
 class VirtualStream:
@@ -110,21 +111,45 @@ class Use(NamedTuple):
 
 
 class Uses(list[Use]):
-    """The uses of a block that count, and its owner: the stream that it was allocated on."""
+    """The uses of a block that count, and its owner: the stream that it was allocated on.
 
-    __slots__ = ("owner",)
+    As long as the owner is the only stream that used it (`alone`), which is so for most blocks all their lives, nothing
+    can race: uses are only listed, and looked through when there are `most` of them, or another stream comes.
+    """
+
+    __slots__ = ("alone", "most", "owner")
 
     def __init__(self, owner: str, uses: Iterable[Use] = ()) -> None:
         super().__init__(uses)
         self.owner = owner
+        self.alone = True
+        self.most = LISTED
+
+    def add(self, use: Use) -> None:
+        """Lists a use, and drops those that it covers and that it comes after, being of the same stream or a write."""
+        start, end, writes, name = use.start, use.end, use.writes, use.stream
+        self[:] = [
+            u
+            for u in self
+            if not (start <= u.start and u.end <= end and (writes or (u.stream == name and not u.writes)))
+        ]
+        self.append(use)
+
+    def settle(self) -> None:
+        """Drops what does not count from the list of a block that only its owner used."""
+        listed = list(self)
+        self.clear()
+        for use in listed:
+            self.add(use)
+        self.most = LISTED + 2 * len(self)
 
 
 def extent(x: Tensor) -> tuple[int, int]:
     """The bytes of its storage that a tensor may touch, from the first to the last element."""
-    if not x.numel():
-        return 0, 0
     item = x.element_size()
     start = int(x.storage_offset()) * item
+    if x.is_contiguous():
+        return (start, start + x.nbytes) if x.numel() else (0, 0)
     return start, start + item + item * sum((n - 1) * stride for n, stride in zip(x.shape, x.stride()))
 
 
@@ -148,20 +173,26 @@ def check_use(
         where: the line of the user's program, or None.
     """
     start, end = x if type(x) is tuple else extent(x)  # type: ignore[arg-type]
-    name, seen = stream.name, stream.seen
+    name = stream.name
     uses = block.uses
     if uses is None:
         uses = Uses(DEFAULT, [Use(DEFAULT, device.alone_until, 0, block.bytes, True, "an earlier kernel", None)])
-    kept = Uses(uses.owner)
+        block.uses = uses
+    new = tuple.__new__(Use, (name, stream.tick, start, end, writes, what, where))
+    if uses.alone:
+        if uses.owner == name:
+            uses.append(new)
+            if len(uses) > uses.most:
+                uses.settle()
+            return
+        uses.settle()
+        uses.alone = False
+    seen = stream.seen
     for use in uses:
         apart = use.end <= start or end <= use.start
         if not apart and (writes or use.writes) and use.stream != name and seen.get(use.stream, 0) < use.tick:
             raise _race(device, block, stream, "writes" if writes else "reads", what, where, use)
-        covered = start <= use.start and use.end <= end
-        if not (covered and (writes or (use.stream == name and not use.writes))):
-            kept.append(use)
-    kept.append(Use(name, stream.tick, start, end, writes, what, where))
-    block.uses = kept
+    uses.add(new)
 
 
 def _race(

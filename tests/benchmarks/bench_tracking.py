@@ -121,26 +121,35 @@ def virtual(steps: int, track: bool) -> float:
 
 
 def threaded(steps: int) -> float:
-    """torch's threaded process group, as its own tests use it."""
+    import torch.distributed as dist
+
+    watch = Stopwatch()
+    in_threads(RANKS, lambda rank: watch.train(Trainer(rank, RANKS), steps, dist.barrier, dist.all_reduce))
+    return watch.per_step_s(steps)
+
+
+def in_threads(ranks: int, program: Any) -> None:
+    """Runs program(rank) on torch's threaded process group, as its own tests use it."""
     import torch.distributed as dist
     from torch.testing._internal.distributed import multi_threaded_pg as pg
 
-    watch, failures = Stopwatch(), []
+    failures: list[BaseException] = []
     torch._C._distributed_c10d._set_thread_isolation_mode(True)  # type: ignore[attr-defined]
     pg._install_threaded_pg()
     store = dist.HashStore()
 
     def main(rank: int) -> None:
-        dist.init_process_group("threaded", rank=rank, world_size=RANKS, store=store)
+        torch.autograd.set_multithreading_enabled(False)  # a backward that waits must not keep the others' from running
+        dist.init_process_group("threaded", rank=rank, world_size=ranks, store=store)
         try:
-            watch.train(Trainer(rank, RANKS), steps, dist.barrier, dist.all_reduce)
+            program(rank)
         except BaseException as error:
             failures.append(error)
             pg.ProcessLocalGroup.exception_handle(error)
         finally:
             dist.destroy_process_group()
 
-    threads = [threading.Thread(target=main, args=(rank,), daemon=True) for rank in range(RANKS)]
+    threads = [threading.Thread(target=main, args=(rank,), daemon=True) for rank in range(ranks)]
     try:
         for thread in threads:
             thread.start()
@@ -152,7 +161,6 @@ def threaded(steps: int) -> float:
         torch._C._distributed_c10d._set_thread_isolation_mode(False)  # type: ignore[attr-defined]
     if failures:
         raise failures[0]
-    return watch.per_step_s(steps)
 
 
 def tracking(rounds: int, steps: int) -> None:
