@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from emu.parallel.state.errors import StateError
-from emu.spmd import EmuError, Rank
+from emu.spmd import Rank
 
 NAME = "checkpoint"  # of the collectives, in traces
 
@@ -46,8 +46,8 @@ def consult(rank: Rank, part: Callable[[], Any], decide: Callable[[list[Any]], S
 def _outcome(part: Callable[[], Any]) -> dict[str, Any]:
     try:
         return {"value": part()}
-    except EmuError as error:
-        return {"error": [error.message, error.hint, getattr(error, "file", "")]}
+    except StateError as error:
+        return {"error": [error.message, error.hint, error.file]}
     except OSError as error:
         where = error.filename or "a file of the checkpoint"
         cure = "look at the folder, its rights and the room on its disk; all ranks need the same folder"

@@ -18,7 +18,7 @@ import torch
 
 from emu.parallel.state.boxes import boxes
 from emu.parallel.state.consult import consult
-from emu.parallel.state.errors import StateError
+from emu.parallel.state.errors import StateError, naming
 from emu.parallel.state.folders import folder_to_disk, to_disk
 from emu.parallel.state.ownership import Described, Share, describe, shares, wholes
 from emu.parallel.state.piece import Piece
@@ -114,7 +114,7 @@ def _file(rank: int) -> str:
 def _write(path: Path, tensors: Mapping[str, Sequence[Piece]], share: Sequence[Share]) -> list[Any]:
     """Writes a rank's boxes; returns, for each share, where each of its boxes lies: [offset, length]."""
     places: list[Any] = []
-    with open(path, "wb") as file:
+    with naming(path), open(path, "wb") as file:
         for kind, index, start, stop in share:
             piece, of_share = tensors[kind][index], []
             at = start - piece.start

@@ -62,7 +62,7 @@ def commit(path: Path, save: str, index: str) -> None:
 def abandon(path: Path, save: str) -> None:
     """Removes a save that came to nothing, unless it has become the checkpoint meanwhile."""
     with suppress(StateError):
-        if read_index(path)[0].save == save:
+        if read_index(path).save == save:
             return
     shutil.rmtree(path / save, ignore_errors=True)
 

@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from math import prod
-from operator import index
+from operator import index as whole_number
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -76,8 +76,8 @@ def sealed(index: Index) -> str:
     return json.dumps({"sha256": _digest(body), "index": body}, separators=(",", ":"))
 
 
-def read_index(path: Path) -> tuple[Index, str]:
-    """The index of the checkpoint in a folder, and its hash.
+def read_index(path: Path) -> Index:
+    """The index of the checkpoint in a folder.
 
     Raises:
         StateError: there is none, it is damaged, or it is not emu's.
@@ -93,7 +93,7 @@ def read_index(path: Path) -> tuple[Index, str]:
             raise StateError(
                 f"{file} has the format {body['format']!r}, and this emu reads {FORMAT!r}", "use a newer emu", file
             )
-        return _parsed(body), sealed["sha256"]
+        return _parsed(body)
     except (FileNotFoundError, NotADirectoryError):
         raise _none(path, file) from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -125,7 +125,7 @@ def _parsed(body: Any) -> Index:
     """
     tensors = {
         kind: {
-            name: Whole(tuple(map(index, shape)), dtype, [Range(*map(index, r)) for r in ranges])
+            name: Whole(tuple(map(whole_number, shape)), dtype, [Range(*map(whole_number, r)) for r in ranges])
             for name, (shape, dtype, ranges) in of_kind.items()
         }
         for kind, of_kind in body["tensors"].items()

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from emu.parallel.state import folders
-from emu.parallel.state.blocks import BlockWriter, Bytes
+from emu.parallel.state.blocks import BlockWriter
 from emu.parallel.state.consult import consult
-from emu.parallel.state.errors import StateError
+from emu.parallel.state.errors import StateError, naming
 from emu.parallel.state.index import Index, Range, Whole, file_name, sealed
+from emu.parallel.state.memory import bytes_of
 from emu.parallel.state.ownership import Described, Share, describe, shares, wholes
 from emu.parallel.state.piece import Piece
 from emu.parallel.state.rng import rng_state
@@ -25,7 +24,6 @@ from emu.parallel.state.safetensors import NAMES, Entry, head
 from emu.spmd import Rank
 
 _RNG = "random generators"  # the entry of a rank's file
-_COPIED = 1 << 20  # elements at a time
 
 
 def save_state(
@@ -86,14 +84,13 @@ def _write(path: Path, tensors: Mapping[str, Sequence[Piece]], share: Sequence[S
     if text is not None:
         entries.append(Entry(_RNG, "U8", [len(text)]))
     offsets = [0] * len(share)
-    with open(path, "xb") as file:
+    with naming(path), open(path, "xb") as file:
         blocks = BlockWriter(file)
         blocks.write(np.frombuffer(head(entries, {"format": "pt", "by": "emu"}), np.uint8))
         for i in order:
             offsets[i] = blocks.written_bytes
             piece = _piece(tensors, share[i])
-            held = piece.tensor.detach()[share[i].start - piece.start : share[i].stop - piece.start]
-            for part in _parts(held):
+            for part in bytes_of(piece.tensor, share[i].start - piece.start, share[i].stop - piece.start):
                 blocks.write(part)
         at = blocks.written_bytes
         if text is not None:
@@ -102,15 +99,6 @@ def _write(path: Path, tensors: Mapping[str, Sequence[Piece]], share: Sequence[S
         folders.to_disk(file)
     rng = None if text is None else [at, len(text)]
     return {"file": {"bytes": blocks.written_bytes, "sums": blocks.sums, "rng": rng}, "offsets": offsets}
-
-
-def _parts(held: Tensor) -> Iterator[Bytes]:
-    """The bytes of a tensor: as they lie in the host's memory, or copied there in small parts."""
-    if held.device.type == "cpu" and held.stride(0) == 1:
-        yield held.view(torch.uint8).numpy()
-        return
-    for part in held.split(_COPIED):
-        yield torch.empty(len(part), dtype=part.dtype).copy_(part).view(torch.uint8).numpy()
 
 
 def _piece(tensors: Mapping[str, Sequence[Piece]], share: Share) -> Piece:
