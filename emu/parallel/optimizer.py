@@ -82,6 +82,7 @@ class Optimizer:
         self.dist, self.clip, self.norm, self.scale = dist, clip, norm, scale
         self._vectors: list[Shards] = [g.shards for g in dist.gradients]
         self.torch = kind(self._grouped(groups), **options)
+        self._made = False  # whether its states are there only because somebody asked for them
 
     def _grouped(self, groups: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]]:
         """torch's parameter groups, of this rank's parts."""
@@ -123,6 +124,7 @@ class Optimizer:
                 factor = (self.clip / (total + TINY)).clamp(max=1.0)
                 for g in given:
                     g.mul_(factor)
+            self._forget_made()
             self.torch.step()
             works = [shards.refresh() for shards in self._vectors]
             for work in works:
@@ -199,10 +201,25 @@ class Optimizer:
             p.grad = grad
         for group, rate in zip(self.torch.param_groups, rates):
             group["lr"] = rate
-        for state in self.torch.state.values():
-            for value in state.values():
-                if isinstance(value, Tensor):
-                    value.zero_()
+        for value in self._state_tensors():
+            value.zero_()
+        self._made = True
+
+    def _state_tensors(self) -> list[Tensor]:
+        states = self.torch.state.values()
+        return [value for state in states for value in state.values() if isinstance(value, Tensor)]
+
+    def _forget_made(self) -> None:
+        """States that were made to be loaded into, and were not, go: not every optimizer begins with zeros.
+
+        (SGD's first momentum is the gradient, whatever the dampening; NAdam's product begins with 1.)
+        """
+        if self._made:
+            self._made = False
+            with torch._C._DisableTorchDispatch():  # the host looks, and the device does not notice
+                loaded = any(bool(value.any()) for value in self._state_tensors() if not value.is_meta)
+            if not loaded:
+                self.torch.state.clear()
 
     def scalars(self) -> dict[str, Any]:
         """What else makes up the state: options of every group, and the loss scale. Plain numbers and texts."""
