@@ -36,7 +36,15 @@ import emu
 from emu.hardware import Workload
 from emu.models import GPT, batches, config, text
 from emu.trace.compare import equal
-from emu.view import comparison_table, loss_figure, memory_figure, metrics_table, png_bytes, timeline_figure
+from emu.view import (
+    comparison_table,
+    loss_figure,
+    memory_bars_figure,
+    memory_figure,
+    metrics_table,
+    png_bytes,
+    timeline_figure,
+)
 from emu.view.units import bytes_text, percent_text, time_text
 
 
@@ -227,18 +235,22 @@ print(emu.launch(forgets, mesh, args=(data[0],)).check(gradients_of_one_device, 
 #
 # ## 6. Train
 #
-# A whole training loop, with an optimizer. `emu.DataParallel` does what you wrote by hand; `rank.mark` names points
-# of the program, so that we can find them again in its record.
+# A whole training loop, with an optimizer. `rank.mark` names points of the program, so that we can find them again in
+# its record.
 
 
 # %%
 def train(rank):
-    ddp = emu.DataParallel(GPT(model_config, seed=0), rank, "dp")
-    optimizer = torch.optim.AdamW(ddp.model.parameters(), lr=3e-3, foreach=True)
+    model, dp = GPT(model_config, seed=0), rank.group("dp")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, foreach=True)
     losses = []
     for step, batch in enumerate(data):
         rank.mark(f"step {step}")
-        losses.append(ddp.backward(batch))
+        loss = model.loss_sum(*batch.shard(rank, "dp"))
+        loss.backward()
+        for p in model.parameters():
+            dp.all_reduce(p.grad).div_(batch.tokens)
+        losses.append(dp.all_reduce(loss.detach().clone()) / batch.tokens)
         optimizer.step()
         optimizer.zero_grad()
     rank.mark("end")
@@ -363,8 +375,30 @@ for name, m in metrics.items():
 # network it loses much more.
 #
 # Communication cannot be free, but it can be *hidden*: the gradients of the last layer are ready long before those of
-# the first, and could travel while the rest is computed. That is a later lesson.
-#
+# the first, and can travel while the rest is computed. `emu.DataParallel` does what you wrote by hand, and this: it
+# collects gradients in buckets, and sums a bucket over the ranks, on a stream of its own, as soon as it is full.
+
+
+# %%
+def train_hidden(rank, options):
+    dist = emu.DataParallel(GPT(model_config, seed=0), rank, "dp", **options)
+    optimizer = dist.optimizer(torch.optim.AdamW, lr=3e-3, foreach=True)
+    for step, batch in enumerate(data[:2]):
+        rank.mark(f"step {step}")
+        dist.backward(batch)
+        optimizer.step()
+        optimizer.zero_grad()
+    rank.mark("end")
+
+
+buckets = {"bucket_bytes": 200_000}
+hidden = emu.launch(train_hidden, mesh, args=(buckets,)).window("step 1", "end")
+m = hidden.timeline(on=shrunk).metrics()
+print(f"talking for {percent_text(m.comm_s / m.step_time_s)} of the step, ", end="")
+print(f"talking and not computing {percent_text(m.exposed_comm_fraction)}")
+show(timeline_figure(hidden.timeline(on=shrunk), ranks=[0, 1], width=9))
+
+# %% [markdown]
 # ## 10. What goes wrong, goes wrong clearly
 #
 # On a real cluster the following program would hang until somebody kills it. Each rank wants to send first, and a
@@ -442,13 +476,27 @@ except emu.EmuError as error:
 metrics_table(large.metrics, "gpt-small, one step on eight H100s")
 
 # %% [markdown]
-# Eight devices hold eight copies of the same parameters, gradients and optimizer states. Why should they? The next
-# lessons cut them up.
+# Eight devices hold eight copies of the same parameters, gradients and optimizer states. Why should they? ZeRO cuts
+# them up in three stages: optimizer states, then gradients too, then parameters too.
+#
+# **Predict:** how high will the four bars be, and which colours shrink from one to the next?
+
+# %%
+stages = {}
+for zero in range(4):
+    run = emu.launch(train_hidden, mesh, args=({"zero": zero, **(buckets if zero < 3 else {})},))
+    stages[f"zero={zero}"] = run.window("step 1", "end").memory.at_peak(0)
+show(memory_bars_figure(stages, width=9))
+
+# %% [markdown]
+# The same gradients, bit for bit, and a third stage that gathers every block's parameters just before it needs them.
+# What that costs is the next lesson.
 #
 # ## Try it yourself
 #
 # 1. Give the ranks unequal shares: `batch.shard(rank, "dp", sizes=[9, 1, 1, 1, 1, 1, 1, 1])`, or none at all to some.
 #    Is `dp_step` still exact? And a version that divides by each rank's own tokens before it averages?
-# 2. Reduce the gradients with `async_op=True` and wait for all of them at the end. What does the timeline say?
+# 2. Reduce the gradients with `async_op=True` and wait for all of them at the end. What does the timeline say? And why
+#    is less hidden than with `emu.DataParallel`?
 # 3. How many sequences may a rank of `gpt-small` have before an H100 is full? Predict from the activations of one,
 #    then run.
