@@ -254,7 +254,8 @@ class DataParallel:
                     "if that is meant, say find_unused=True; if not, the loss does not depend on it, or no backward ran",
                 )
             return
-        used = torch.tensor(flags, dtype=torch.int32, device=self.rank.device)
+        used = torch.tensor(flags, dtype=torch.int32)  # made on the host: of one made on "meta", torch tells nobody
+        used = used.to(self.rank.device)
         self.group.all_reduce(used, op="max", name="used parameters")
         if all(flags):  # nothing to learn: the host need not wait
             return

@@ -109,7 +109,7 @@ class Gradients:
         assert self._whole is not None
         if stage < 2:
             own = self._whole[shards.first : shards.first + shards.real]
-            if result.data_ptr() != own.data_ptr():
+            if result.untyped_storage()._cdata != own.untyped_storage()._cdata:  # addresses mean nothing in a shape run
                 own.copy_(result[: shards.real])
             self._summed = True
             self._filled.update(range(len(self._views)))
@@ -163,7 +163,9 @@ class Gradients:
         shards = self.shards
         stepped, own = shards.stepped(), self.own()
         parameter = stepped[0][1] if stepped else None
-        if parameter is None or parameter is shards.parameters[stepped[0][0].index]:
+        if parameter is None:
+            return own.to(shards.dtypes.master)  # nothing, in everyone's dtype
+        if parameter is shards.parameters[stepped[0][0].index]:
             return own  # the parameters themselves: their .grad are views of it already
         given = (self._part if self._part is not None else own).to(parameter.dtype)
         length = max(span.at + span.length for span, _ in stepped)
