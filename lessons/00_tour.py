@@ -380,8 +380,8 @@ for name, m in metrics.items():
 
 
 # %%
-def train_hidden(rank, options):
-    dist = emu.DataParallel(GPT(model_config, seed=0), rank, "dp", **options)
+def train_hidden(rank, shape, options):
+    dist = emu.DataParallel(GPT(shape, seed=0), rank, "dp", **options)
     optimizer = dist.optimizer(torch.optim.AdamW, lr=3e-3, foreach=True)
     for step, batch in enumerate(data[:2]):
         rank.mark(f"step {step}")
@@ -392,7 +392,7 @@ def train_hidden(rank, options):
 
 
 buckets = {"bucket_bytes": 200_000}
-hidden = emu.launch(train_hidden, mesh, args=(buckets,)).window("step 1", "end")
+hidden = emu.launch(train_hidden, mesh, args=(model_config, buckets)).window("step 1", "end")
 m = hidden.timeline(on=shrunk).metrics()
 print(f"talking for {percent_text(m.comm_s / m.step_time_s)} of the step, ", end="")
 print(f"talking and not computing {percent_text(m.exposed_comm_fraction)}")
@@ -479,18 +479,19 @@ metrics_table(large.metrics, "gpt-small, one step on eight H100s")
 # Eight devices hold eight copies of the same parameters, gradients and optimizer states. Why should they? ZeRO cuts
 # them up in three stages: optimizer states, then gradients too, then parameters too.
 #
-# **Predict:** how high will the four bars be, and which colours shrink from one to the next?
+# **Predict:** of a GPT of 8 blocks, how high will the four bars be, and which colours shrink from one to the next?
 
 # %%
-stages = {}
+stages, deeper = {}, replace(model_config, layers=8)
 for zero in range(4):
-    run = emu.launch(train_hidden, mesh, args=({"zero": zero, **(buckets if zero < 3 else {})},))
+    run = emu.launch(train_hidden, mesh, args=(deeper, {"zero": zero, **(buckets if zero < 3 else {})}))
     stages[f"zero={zero}"] = run.window("step 1", "end").memory.at_peak(0)
 show(memory_bars_figure(stages, width=9))
 
 # %% [markdown]
-# The same gradients, bit for bit, and a third stage that gathers every block's parameters just before it needs them.
-# What that costs is the next lesson.
+# The gradients stay the same, bit for bit. The third stage gathers every block's parameters just before it needs them,
+# and frees them after: what is left of the blue are shards, the embeddings and the head, and two blocks: the one that
+# computes and the next. What that costs in time is for a later lesson.
 #
 # ## Try it yourself
 #
