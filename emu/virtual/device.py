@@ -18,9 +18,9 @@ from emu.virtual.diagnosis import described
 from emu.virtual.freed import tell_at_end
 from emu.virtual.hbm import Ledger
 from emu.virtual.lines import handling
-from emu.virtual.rendezvous import Rendezvous
+from emu.virtual.rendezvous import Half, Meeting, Rendezvous
 from emu.virtual.streams import DEFAULT, VirtualEvent, VirtualStream, check_use
-from emu.virtual.works import CollectiveWork, MessagesWork, dtype_name, recorded
+from emu.virtual.works import CollectiveWork, MessagesWork, dtype_name, recorded, stand_still
 
 if TYPE_CHECKING:
     from emu.spmd.group import Group
@@ -69,6 +69,7 @@ class VirtualDevice:
         self.stream_now = self._streams[DEFAULT] = VirtualStream(DEFAULT, self)
         self._sequence: dict[Any, int] = {}
         self._works = self._event_count = 0
+        self._under_way: list[tuple[str, int, Meeting | Half, str, str]] = []  # stream, its tick, and what to wait for
         self._synchronous = _OnCurrent()
         self.inside_kernel: Callable[[], AbstractContextManager[Any]] = (
             nullcontext  # what a tier's arithmetic does there
@@ -119,10 +120,22 @@ class VirtualDevice:
 
     def host_wait(self, stream: VirtualStream | None, reason: str) -> None:
         """The host waits for a stream, or for all: what it gives to any stream afterwards comes after that."""
-        for s in self._streams.values() if stream is None else (stream,):
+        for s in list(self._streams.values()) if stream is None else (stream,):
+            self.settle(s.point())
             self.host_sees(s.point())
         self._host_waited = len(self.events)
         self.events.append(HostWait("" if stream is None else stream.name, reason))
+
+    def settle(self, point: dict[str, int]) -> None:
+        """The rank stands still until the communications up to this point of the streams have been carried out.
+
+        A real host would run on, and its stream wait; here what comes next reads its operands at once.
+        """
+        if self._under_way:
+            self._under_way = [entry for entry in self._under_way if not entry[2].done]
+            for name, tick, item, what, line in self._under_way:
+                if tick <= point.get(name, 0):
+                    stand_still(self, item, what, line)
 
     def host_sees(self, point: dict[str, int]) -> None:
         for name, tick in point.items():
@@ -177,11 +190,12 @@ class VirtualDevice:
         event = recorded(group, call, seq, stream.name, self.stream_now.name, work)
         self.events.append(event)
         meeting = self.rendezvous.join(group, seq, call, line)
+        self._issued(stream, meeting, what, line)
         return CollectiveWork(self, meeting, what, line, event, stream, call)
 
     def messages(self, group: Group, messages: list[Message]) -> Work:
         self.rendezvous.scheduler.before_communication(self.rank)
-        line, parts = self.rendezvous.line_of() + handling(), []
+        line, parts, queues = self.rendezvous.line_of() + handling(), [], []
         alone = self._synchronous.depth and len(messages) == 1
         for m in messages:
             me, peer = self.rank, group.members[m.peer]
@@ -203,8 +217,17 @@ class VirtualDevice:
             )
             self.events.append(event)
             parts.append((what, event, stream.point() if self.many_streams else {}, m.tensor))
+            queues.append(stream)
         halves = [self.rendezvous.post(group, m, line) for m in messages]
+        for half, stream, (what, *_) in zip(halves, queues, parts):
+            self._issued(stream, half, what, line)
         return MessagesWork(self, [(half, *part) for half, part in zip(halves, parts)], line)
+
+    def _issued(self, stream: VirtualStream, item: Meeting | Half, what: str, line: str) -> None:
+        if not item.done and not self._synchronous.depth:
+            if self.tracker is None:
+                stream.tick += 1  # else every use of a buffer counts
+            self._under_way.append((stream.name, stream.tick, item, what, line))
 
     def _communicates(self, label: str) -> VirtualStream:
         return self.stream_now if self._synchronous.depth else self._queue(label)

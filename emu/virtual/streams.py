@@ -89,11 +89,13 @@ class VirtualEvent:
     def wait(self, stream: VirtualStream | None = None) -> None:
         stream = stream or self._device.stream_now
         if self._point is not None:
+            self._device.settle(self._point)
             stream.merge(self._point)
             self._device.events.append(EventWait(self.number, stream.name))
 
     def synchronize(self) -> None:
         if self._point is not None and self._stream is not None:
+            self._device.settle(self._point)
             self._device.host_sees(self._point)
             self._device.events.append(HostWait(self._stream.name, "event"))
 

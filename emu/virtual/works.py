@@ -86,7 +86,7 @@ class CollectiveWork(VirtualWork):
         return [(self._meeting, self._event)]
 
     def wait(self) -> Any:
-        _stand_still(self._device, self._meeting, self._what, self._line)
+        stand_still(self._device, self._meeting, self._what, self._line)
         _ordered(self._device, self._meeting, self._event, self._point)
         return self._call.target
 
@@ -107,13 +107,14 @@ class MessagesWork(VirtualWork):
 
     def wait(self) -> list[Tensor]:
         for half, what, *_ in self._parts:
-            _stand_still(self._device, half, what, self._line)
+            stand_still(self._device, half, what, self._line)
         for half, _, event, point, _ in self._parts:
             _ordered(self._device, half, event, point)
         return [part[-1] for part in self._parts]
 
 
-def _stand_still(device: VirtualDevice, item: Meeting | Half, what: str, line: str) -> None:
+def stand_still(device: VirtualDevice, item: Meeting | Half, what: str, line: str) -> None:
+    """The rank waits until all that take part have come."""
     if item.done:
         return
     item.waiters.append(device.rank)
