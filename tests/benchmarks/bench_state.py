@@ -110,8 +110,10 @@ def main() -> None:
     raw, saved = folder / "raw", folder / "checkpoint"
     times: dict[str, list[float]] = {}
 
-    def note(name: str, action: Callable[[], object]) -> None:
-        times.setdefault(name, []).append(taken_s(action))
+    def in_turn(turn: int, *sides: tuple[str, Callable[[], object]]) -> None:
+        for name, action in sides if turn % 2 else reversed(sides):
+            os.sync()  # what came before is no longer under way
+            times.setdefault(name, []).append(taken_s(action))
 
     def save() -> None:
         on_one_rank(lambda rank: save_state(saved, rank, tensors))
@@ -120,17 +122,13 @@ def main() -> None:
         on_one_rank(lambda rank: load_state(saved, rank, tensors))
 
     try:
-        for _ in range(ROUNDS):  # each side writes anew: over a file that is there it would be cheaper
+        for turn in range(ROUNDS):  # in turn, and anew: over a file that is there a write would be cheaper
             raw.unlink(missing_ok=True)
-            note("raw write", lambda: write_raw(raw, pieces))
             shutil.rmtree(saved, ignore_errors=True)
-            note("save", save)
-            note("raw read, warm", lambda: read_raw(raw, pieces))
-            note("load, warm", load)
+            in_turn(turn, ("raw write", lambda: write_raw(raw, pieces)), ("save", save))
+            in_turn(turn, ("raw read, warm", lambda: read_raw(raw, pieces)), ("load, warm", load))
             drop_from_cache(folder)
-            note("raw read, cold", lambda: read_raw(raw, pieces))
-            drop_from_cache(folder)
-            note("load, cold", load)
+            in_turn(turn, ("raw read, cold", lambda: read_raw(raw, pieces)), ("load, cold", load))
         with Peak() as saving:
             save()
         with Peak() as loading:

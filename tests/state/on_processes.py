@@ -1,4 +1,4 @@
-"""Saves and loads on real processes: torchrun on_processes.py save|load|resume|damaged|fails folder."""
+"""Saves and loads on real processes: torchrun on_processes.py PROGRAM folder."""
 
 from __future__ import annotations
 
@@ -67,8 +67,25 @@ def _no_room(*args: object) -> None:
     raise OSError(28, "No space left on device", "rank 1's file")
 
 
+def resumed(rank, path) -> list[list[float]]:
+    """Two steps on from a training that was saved, at ZeRO 3."""
+    from training import resumes
+
+    parameters = resumes(rank, {"zero": 3}, "AdamW", 2, path)[1]
+    return [p.flatten().tolist() for p in parameters.values()]
+
+
+def stopped(rank, path) -> None:
+    """Two steps at ZeRO 2, and a save."""
+    from training import saves
+
+    saves(rank, {"zero": 2}, "AdamW", 2, path)
+
+
+PROGRAMS = {f.__name__: f for f in (save, loaded, damaged, fails, resumed, stopped)}
+
 if __name__ == "__main__":
-    program = {"save": save, "load": loaded, "damaged": damaged, "fails": fails}[sys.argv[1]]
+    program = PROGRAMS[sys.argv[1]]
     run = emu.launch(program, emu.Mesh(dp=int(os.environ["WORLD_SIZE"])), args=(sys.argv[2],))
     results = run.gather_results()
     if int(os.environ["RANK"]) == 0:
