@@ -1,5 +1,6 @@
 """Parameters that some rows use and others do not, anywhere in a step: gradients of one device, and None where it has none."""
 
+import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -7,6 +8,7 @@ from torch import nn
 
 import emu
 from emu.parallel.gradients import Gradients
+from emu.spmd import CollectiveMismatch
 
 from . import training
 from .training import ADAMW, SGD, accumulates, exactly, first_difference, same_on_grid
@@ -124,3 +126,55 @@ def test_a_gradient_of_zero_where_there_is_none_is_seen(monkeypatch):
 
     monkeypatch.setattr(Gradients, "hand_over", hands_over_zeros)
     assert differs(case) is not None
+
+
+class InUnits(Branching):
+    """Its branches are modules in a list: units, if parameters are fully sharded."""
+
+    def __init__(self):
+        super().__init__()
+        weights = list(self.branch)
+        self.branch = nn.ModuleList(nn.Linear(3, 2, bias=False) for _ in weights)
+
+    def loss_sum(self, x, y):
+        x = torch.tanh(self.trunk(x))
+        loss = (x * x).sum()
+        for i, branch in enumerate(self.branch, start=1):
+            rows = (y == i).to(x.dtype)[:, None]
+            if bool(rows.any()):
+                loss = loss + ((branch(x) * rows) ** 2).sum()
+        return loss
+
+
+class LabelledUnits(Labelled):
+    def model(self):
+        return InUnits()
+
+    def names(self):
+        return [name for name, _ in InUnits().named_parameters()]
+
+
+@given(
+    st.lists(st.lists(st.integers(0, BRANCHES), min_size=2, max_size=2), min_size=1, max_size=3),
+    st.integers(0, 3),
+    st.booleans(),
+)
+@example([[1, 2], [3, 4], [4, 1]], 1, True)
+@example([[1, 2], [0, 0], [4, 1]], 2, False)
+def test_units_may_be_left_out_of_a_step_and_come_back_if_ranks_do_alike(labels, prefetch, reshard):
+    labels = [[*some, *some] for some in labels]  # both ranks have rows of the same kinds
+    made = LabelledUnits(labels)
+    data = [made.batch(step) for step in range(len(labels))]
+    how = {"zero": 3, "find_unused": True, "prefetch": prefetch, "reshard_after_forward": reshard}
+    right = exactly(on_one, 0, made, data, SGD, len(labels))
+    ours = exactly(accumulates, 2, made, data, SGD, len(labels), [2, 2], how, 1, [True], "both")
+    assert first_difference(ours, right, loss=same_on_grid) is None
+
+
+@pytest.mark.parametrize("labels", [[[1, 2]], [[1, 0]], [[1, 1], [2, 1]]])
+def test_units_that_only_some_ranks_use_are_told_and_never_gathered_wrongly(labels):
+    made = LabelledUnits(labels)
+    data = [made.batch(step) for step in range(len(labels))]
+    with pytest.raises(CollectiveMismatch):
+        args = (made, data, SGD, len(labels), [1, 1], {"zero": 3, "find_unused": True}, 1, [True], "both")
+        exactly(accumulates, 2, *args)
