@@ -102,9 +102,15 @@ def carry_out(calls: Sequence[Call]) -> None:
         case "reduce_scatter":
             parts = _all(sources)
             cuts = cuts_of(first, parts[0].shape[first.dim], n)
-            total = reduced(parts, first.op, first.algorithm, cuts, first.dim)
-            for c, piece in zip(calls, total.split(cuts, first.dim)):
-                _put(c.target, piece)
+            if first.algorithm and n > 1:
+                total = reduced(parts, first.op, first.algorithm, cuts, first.dim)
+                for c, piece in zip(calls, total.split(cuts, first.dim)):
+                    _put(c.target, piece)
+                return
+            for c, *pieces in zip(calls, *(part.split(cuts, first.dim) for part in parts)):  # the same sums, in place
+                assert c.target is not None
+                c.target.copy_(pieces[0])
+                reduced([c.target, *pieces[1:]], first.op, into=c.target)
         case "scatter":
             whole = _all(sources)[first.root]
             for c, piece in zip(calls, whole.split(cuts_of(first, whole.shape[first.dim], n), first.dim)):

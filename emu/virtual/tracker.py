@@ -6,7 +6,7 @@ One dispatch mode per rank thread, below autograd. This is the hot path: an op c
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -58,6 +58,12 @@ class Tracker(Tensors, TorchDispatchMode):
             with self:
                 return func.decompose(*args, **(kwargs or {}))
         ledger = self.ledger
+        if op.views and not kwargs and not self._meta:  # more than half of all ops: nothing runs, and nothing new lives
+            t = args[0]
+            if type(t) is Tensor and (self._backward or _node() is None):
+                block = getattr(t.untyped_storage(), "_emu", None)
+                if block is not None and block.ledger is ledger:
+                    return op.call(*args)
         if self._meta:
             if only_moves(op, args, kwargs):
                 return args[0].to(META)
@@ -157,7 +163,7 @@ class Tracker(Tensors, TorchDispatchMode):
                             self._made(block, op.name, None)
         elif op.resizes:
             self.resized(inputs[0].untyped_storage())
-        if device.many_streams:
+        if device.many_streams and (op.launches or op.host_reads):
             self._order(op, inputs, outputs, _written(op, args, kwargs), stream)
         if self.stepping and all(not t.dim() for t in inputs):
             return out  # an optimizer counts its steps on the host
@@ -176,27 +182,25 @@ class Tracker(Tensors, TorchDispatchMode):
                 device.clock.kernel(event)
         return out
 
-    def _order(self, op: Op, inputs: list[Tensor], outputs: Any, written: list[Tensor], stream: Any) -> None:
+    def _order(self, op: Op, inputs: list[Tensor], outputs: Any, written: Sequence[Tensor], stream: Any) -> None:
         """Several streams are in use: notes who touches what, and raises on a race."""
-        if not op.launches and not op.host_reads:
-            return
         stream.tick += 1
-        device = self.device
-        changed = {id(t) for t in written}
+        device, name = self.device, op.name
         line = user_line()
         for t in inputs:
             block = getattr(t.untyped_storage(), "_emu", None)
             if block is not None:
-                check_use(device, block, stream, t, id(t) in changed, op.name, line)
+                check_use(device, block, stream, t, any(t is w for w in written) if written else False, name, line)
         for t in outputs:
             block = getattr(t.untyped_storage(), "_emu", None)
             if block is not None and block.uses is None:
-                self._made(block, op.name, line)
+                self._made(block, name, line)
 
     def _made(self, block: Any, what: str, line: str | None) -> None:
         """The current stream's memory, which it may write from its latest kernel on."""
         stream = self.device.stream_now
-        block.uses = Uses(stream.name, [Use(stream.name, stream.tick, 0, block.bytes, True, what, line)])
+        block.uses = uses = Uses(stream.name)
+        uses.append(tuple.__new__(Use, (stream.name, stream.tick, 0, block.bytes, True, what, line)))
 
     # One kernel out of many ops.
 
@@ -236,8 +240,10 @@ class Tracker(Tensors, TorchDispatchMode):
             self.device.clock.kernel(event)
 
 
-def _written(op: Op, args: Any, kwargs: Any) -> list[Tensor]:
+def _written(op: Op, args: Any, kwargs: Any) -> Sequence[Tensor]:
     """The tensors that an op writes: in place, as out=, or in a list of either kind."""
+    if not op.writes and not op.out_names:
+        return ()
     given = [args[i] for i in op.writes if i < len(args)]
     if kwargs:
         given += [kwargs.get(name) for name in op.out_names]
