@@ -14,7 +14,7 @@ from emu.models import GPT, Config
 from emu.parallel import LossScale
 from emu.parallel.state import StateError, load, save
 
-from .training import OPTIMIZERS, batch, made, never_stopped, results, resumes, saves, steps
+from .training import OPTIMIZERS, Sums, batch, made, never_stopped, results, resumes, saves, steps
 
 
 @st.composite
@@ -187,3 +187,36 @@ def test_another_model_is_refused(tmp_path):
 
     with pytest.raises(StateError, match="was saved from another model: of parameters, it lacks"):
         emu.launch(other, emu.Mesh(dp=2))
+
+
+class Unused(Sums):
+    """Its second part is not used before step 2."""
+
+    def loss_sum(self, x, y):
+        parts = self.parts if self.late else [self.parts[0], self.parts[2]]
+        return x[:, 2].sum() * self.number + self.frozen.sum() * 0 + sum(part(x) for part in parts)
+
+
+def unused(rank, how, begin, end, source=None, target=None):
+    model = Unused()
+    dist = emu.DataParallel(model, rank, "dp", find_unused=True, **how)
+    optimizer = dist.optimizer(torch.optim.AdamW, lr=0.01)
+    if source is not None:
+        if begin:  # states of the past, which must go
+            model.late = True
+            steps(dist, optimizer, [7])
+        load(source, dist, optimizer)
+    for step in range(begin, end):
+        model.late = step >= 2
+        steps(dist, optimizer, [step])
+    if target is not None:
+        save(target, dist, optimizer)
+    return results(dist, optimizer)
+
+
+@pytest.mark.parametrize("stages", [(0, 3), (3, 0), (2, 1)])
+def test_a_parameter_without_a_state_has_none_after_loading_either(tmp_path, stages):
+    expected = run(unused, (1, {}), 0, 4)[0]
+    run(unused, (2, {"zero": stages[0]}), 0, 2, None, tmp_path)
+    for got in run(unused, (3, {"zero": stages[1]}), 2, 4, tmp_path):
+        assert same(got, expected)

@@ -79,6 +79,7 @@ def export_dcp(
         folder_to_disk(target.parent)
         return [None] * len(written)
 
+    rank.synchronize()  # kernels may still be at work on what the host is about to read
     folder, mine = consult(rank, lambda: describe(rank.id, tensors), plan)
     try:
         consult(rank, write, commit)

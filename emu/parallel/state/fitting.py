@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +29,8 @@ def fills(index: Index, described: Described) -> Iterator[Fill]:
     """Where the elements of a rank's pieces lie."""
     for kind, pieces in described.items():
         for number, (name, _, start, length, _) in enumerate(pieces):
-            whole = index.tensors[kind][name]
+            if (whole := index.tensors[kind].get(name)) is None:
+                continue
             width, end = DTYPES[whole.dtype].itemsize, start + length
             first = bisect_right(whole.ranges, start, key=lambda r: r.start) - 1
             for held in whole.ranges[max(first, 0) :]:
@@ -40,8 +41,10 @@ def fills(index: Index, described: Described) -> Iterator[Fill]:
                     yield Fill(kind, number, a, b, held.file, held.offset + (a - held.start) * width, whole.dtype)
 
 
-def compare(folder: Path, index: Index, wanted: Mapping[str, Any], convert: bool, partial: bool) -> None:
-    """Raises a StateError unless the checkpoint holds just what is asked for."""
+def compare(
+    folder: Path, index: Index, wanted: Mapping[str, Any], convert: bool, partial: bool, zeros: Collection[str]
+) -> None:
+    """Raises a StateError unless the checkpoint holds just what is asked for. See `load_state`."""
     if not partial and (left := sorted(kind for kind, of in index.tensors.items() if of and kind not in wanted)):
         raise StateError(
             f"{folder} holds {listed(left)} too, which nobody asks for",
@@ -57,7 +60,7 @@ def compare(folder: Path, index: Index, wanted: Mapping[str, Any], convert: bool
                 folder,
             )
         wrong: list[str] = []
-        if missing := sorted(of_kind.keys() - stored.keys()):
+        if (missing := sorted(of_kind.keys() - stored.keys())) and kind not in zeros:
             wrong.append(f"it lacks {listed(missing)}")
         if surplus := sorted(stored.keys() - of_kind.keys()):
             wrong.append(f"nobody asks for its {listed(surplus)}")

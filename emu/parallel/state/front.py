@@ -82,7 +82,9 @@ def load(
         StateError: on every rank alike; it says what the checkpoint and the model differ in, or which file is damaged.
     """
     with _filling(dist):
-        loaded = load_state(path, dist.rank, _tensors(dist, optimizer), convert=convert, partial=optimizer is None)
+        tensors = _tensors(dist, optimizer)
+        states = tensors.keys() - {PARAMETERS, BUFFERS}
+        loaded = load_state(path, dist.rank, tensors, convert=convert, partial=optimizer is None, zeros=states)
     plain = loaded.extra
     if not isinstance(plain, dict) or plain.keys() != {"extra", "optimizer"}:
         raise StateError(

@@ -63,6 +63,7 @@ def import_dcp(
         _compare(folder, items, wholes([described]), key, convert)
 
     def fill() -> None:
+        rank.synchronize()  # kernels may still be at work where the host is about to write
         for name, (chunk, copies) in _copies(items, tensors, key).items():
             _copy(folder, name, items[name[0]], chunk, copies)
         extra.append(_extra(folder, items))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,6 +44,7 @@ def load_state(
     tensors: Mapping[str, Sequence[Piece]],
     convert: bool = False,
     partial: bool = True,
+    zeros: Collection[str] = (),
 ) -> Loaded:
     """Fills this rank's pieces from a checkpoint, whatever layout and number of ranks it was saved with. Every rank must call it.
 
@@ -55,6 +56,8 @@ def load_state(
             a kind that is named, all ranks together must name every tensor.
         convert: whether tensors of another dtype are converted; otherwise they are an error.
         partial: whether the checkpoint may hold kinds that no rank names.
+        zeros: kinds of which it may lack some tensors: those become zero. (An optimizer has no state yet of a parameter
+            that was never used.)
 
     Raises:
         StateError: on every rank alike. No tensor has changed, unless the data inside a file is damaged: then some have.
@@ -63,7 +66,7 @@ def load_state(
 
     def plan(described: list[Described]) -> list[Any]:
         index = read_index(folder)
-        compare(folder, index, wholes(described), convert, partial)
+        compare(folder, index, wholes(described), convert, partial, zeros)
         for number in range(len(index.files)):
             check_file(index.stored(folder, number))
         return [_plan(folder, index, rank, wanted) for rank, wanted in enumerate(described)]
@@ -71,6 +74,8 @@ def load_state(
     def fill() -> None:
         rank.synchronize()  # the host is about to write where kernels may still be at work
         files = {int(number): Stored(Path(path), *rest) for number, (path, *rest) in mine["files"].items()}
+        for kind, number in mine["zeros"]:
+            tensors[kind][number].tensor.detach().zero_()
         read_blocks([_request(files, tensors, Fill(*f)) for f in mine["fills"]])
         state.append(_rng(files, mine["rng"], rank.id))
 
@@ -90,6 +95,9 @@ def _plan(folder: Path, index: Index, rank: int, wanted: Described) -> dict[str,
     return {
         "files": {number: [str(path), *rest] for number, (path, *rest) in stored.items()},
         "fills": mine,
+        "zeros": [
+            (kind, i) for kind, ps in wanted.items() for i, p in enumerate(ps) if p[0] not in index.tensors[kind]
+        ],
         "rng": rng,
         "extra": index.extra,
         "mesh": index.mesh,

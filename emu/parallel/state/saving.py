@@ -66,6 +66,7 @@ def save_state(
         folders.commit(target, save, sealed(index))
         return [None] * len(written)
 
+    rank.synchronize()  # kernels may still be at work on what the host is about to read
     state = rng_state(rank) if rng else None
     save, mine = consult(rank, lambda: describe(rank.id, tensors), plan)
     try:
