@@ -120,7 +120,8 @@ def digest_of(result: Any) -> bytes:
 
 def _add(bits: Any, value: Any) -> None:
     if isinstance(value, Tensor):
-        with torch.no_grad(), torch._C._DisableTorchDispatch():
+        looking = torch._C.DisableTorchFunctionSubclass()  # a parameter that is away in shards has no bits, and says so
+        with torch.no_grad(), torch._C._DisableTorchDispatch(), looking:
             flat = value.detach().contiguous().reshape(-1)
             bits.update(f"{value.dtype}{tuple(value.shape)}".encode())
             bits.update(flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"")

@@ -83,7 +83,7 @@ class DataParallel:
         self._syncs = True
         self._finished = False
         self._reduced = 0  # vectors that the backward under way has begun to reduce
-        self._in_backward = False
+        self._in_backward = -1  # autograd's number of the backward under way
         for gradients in self.gradients:
             for i, p in enumerate(gradients.shards.parameters):
                 p.register_post_accumulate_grad_hook(self._receiver(gradients, i))
@@ -99,8 +99,13 @@ class DataParallel:
         if gathering is not None:
             gathering.enter(gathering.root)
         x = self._as_activation(x)
-        with self._autocast():
-            loss = self.model.loss_sum(x, y)  # type: ignore[operator]
+        try:
+            with self._autocast():
+                loss = self.model.loss_sum(x, y)  # type: ignore[operator]
+        except BaseException:
+            if gathering is not None:
+                gathering.give_up()
+            raise
         if gathering is not None:
             gathering.leave(gathering.root)
         if isinstance(loss, Tensor) and loss.requires_grad:
@@ -201,8 +206,11 @@ class DataParallel:
                 "a backward would add to gradients that are divided already",
                 "call zero_grad() after the step (the optimizer's, or this model's), before the next backward",
             )
+        task = torch._C._current_graph_task_id()
+        if self._in_backward == task:  # of a sum of several losses this is not the first
+            return
         torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)  # type: ignore[attr-defined]
-        self._reduced, self._in_backward = 0, True
+        self._reduced, self._in_backward = 0, task
         for gradients in self.gradients:
             gradients.arrived.clear()
             gradients.before()
@@ -215,15 +223,27 @@ class DataParallel:
         return bool(parameters) and all(p.grad is None for p in parameters)
 
     def _received(self, gradients: Gradients, index: int) -> None:
-        if not self._in_backward:
+        if self._in_backward < 0:
             raise EmuError(
                 f"rank {self.rank}: a backward reached {gradients.shards.flat.names[index]} from a loss that is not this model's",
                 "take the loss from .loss_sum(x, y) of the DataParallel, not of the model inside it",
             )
+        if not gradients.shards.here:
+            raise EmuError(
+                f"rank {self.rank}: backward reached {gradients.shards.flat.names[index]} before it was gathered again",
+                "a tensor of its unit went to the loss by a way that emu does not see: return it from the unit's forward",
+            )
+        if index in gradients.arrived and self._syncs and gradients in self.gradients[: self._reduced]:
+            raise EmuError(
+                f"rank {self.rank}: {gradients.shards.flat.names[index]} got a second gradient in one backward, after its "
+                "first was sent to be summed: its module is called in several reentrant checkpoints",
+                "say checkpoint(..., use_reentrant=False), or put backward within no_sync()",
+            )
         gradients.receive(index)
         if not gradients.complete:
             return
-        gradients.shards.free()
+        if self._gathering is not None:
+            self._gathering.done(gradients.shards)
         if self._syncs:
             self._reduce_in_order(lambda g: g.complete)
 
@@ -236,7 +256,7 @@ class DataParallel:
                 self.gradients[self._reduced - 2].collect()  # at most two whole buckets at a time
 
     def _backward_ends(self) -> None:
-        self._in_backward = False
+        self._in_backward = -1
         if self._syncs:
             self._reduce_in_order(lambda gradients: True)
         if self._gathering is not None:

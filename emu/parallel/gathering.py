@@ -8,6 +8,7 @@ output is known to when its own gradients are. While one unit computes, those it
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -62,6 +63,8 @@ class Gathering:
     ) -> None:
         self.root, self.units = root[1], [unit for _, unit in units]
         self.prefetch, self.reshard = prefetch, reshard_after_forward
+        self.pinned = False  # whether parameters stay, whatever begins or ends
+        self._done: list[Shards] = []  # of which a backward has all gradients
         self._order = list(self.units)
         self._seen: list[Gathered] = []
         for module, unit in (root, *units):
@@ -82,15 +85,16 @@ class Gathering:
         def leave(module: nn.Module, args: Any, out: Any) -> None:
             self.leave(unit)
             if torch.is_grad_enabled():
-                for t in tensors_of(out):
-                    if t.requires_grad:
-                        t.register_hook(lambda grad: self.enter_backward(unit))
+                for t in (*tensors_of(out), *(_aside(module) if unit is not self.root else ())):
+                    if t.grad_fn is not None:  # its hooks come after those of t itself: `_inputs_done` of who used it
+                        t.grad_fn.register_prehook(lambda grads: self.enter_backward(unit))
 
         return leave
 
     def enter(self, unit: Gathered) -> None:
         """A forward begins, or a recomputation of one within backward."""
         if unit.in_backward:
+            unit.arrive()  # it may have gone, if another recomputation came before
             return
         unit.uses += 1
         unit.arrive()
@@ -112,13 +116,17 @@ class Gathering:
         if unit is self.root and not unit.uses and self._seen:
             self._order = list(dict.fromkeys(self._seen))
             for other in self.units:  # fetched, and then not used
-                if self.reshard and other not in self._seen and not other.in_backward:
+                if self.reshard and not self.pinned and other not in self._seen and not other.in_backward:
                     other.free()
-        if not unit.uses and (self.reshard or not torch.is_grad_enabled()):
+        if not unit.uses and not self.pinned and (self.reshard or not torch.is_grad_enabled()):
             unit.free()
 
     def enter_backward(self, unit: Gathered) -> None:
-        """The gradient of a unit's output is known."""
+        """The gradient of a unit's output is known, so those who used it have computed all of theirs."""
+        for shards in self._done:
+            if not any(shards is own for own in unit.vectors):
+                shards.free()
+        self._done = []
         unit.arrive()  # again for an earlier call of the same module: it may have gone after the later one
         if unit.in_backward:
             return
@@ -132,30 +140,55 @@ class Gathering:
 
     def _inputs_done(self, unit: Gathered) -> None:
         """The gradients of a unit's inputs are known: frozen parameters, which have no gradients, served for them."""
-        if unit.in_backward:
+        if unit.in_backward and not self.pinned:
             for shards in unit.vectors:
                 if not shards.trainable:
                     shards.free()
 
+    def done(self, shards: Shards) -> None:
+        """Backward has all gradients of a vector. Its values may yet serve for those of the unit's inputs."""
+        if not self.pinned:
+            self._done.append(shards)
+
     def end_backward(self) -> None:
         """Nothing of the backward is left to compute."""
+        self._done = []
         for unit in (self.root, *self.units):
             unit.in_backward = False
-            unit.free()
+            if not self.pinned:
+                unit.free()
 
     def arrive_all(self) -> None:
+        """All parameters are whole, until `free_all`."""
+        self.pinned = True
         for unit in (self.root, *self.units):
             unit.gather()
         for unit in (self.root, *self.units):
             unit.arrive()
 
     def free_all(self) -> None:
+        """Ends what `arrive_all` began."""
+        self.pinned = False
         for unit in (self.root, *self.units):
-            unit.free()
+            for shards in unit.vectors:
+                shards.leave()
+
+    def give_up(self) -> None:
+        """A forward has failed: none is under way."""
+        for unit in (self.root, *self.units):
+            unit.uses = 0
+
+
+def _aside(module: nn.Module) -> Iterator[Tensor]:
+    """Tensors that a module keeps as attributes, such as its part of the loss."""
+    for part in module.modules():
+        for value in vars(part).values():
+            if isinstance(value, Tensor):
+                yield value
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:
-    """Every tensor in nested dicts, lists and tuples."""
+    """Every tensor in nested dicts, lists, tuples and dataclasses."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, dict):
@@ -164,3 +197,6 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, (list, tuple)):
         for item in value:
             yield from tensors_of(item)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for field in fields(value):
+            yield from tensors_of(getattr(value, field.name))

@@ -97,6 +97,7 @@ class Gradients:
             with rank.stream(f"{group.label} then {replicas.label}"):  # the compute stream need not wait in between
                 work = replicas.all_reduce(work.wait()[: shards.real], async_op=True, name=shards.name)
         self._going = work, sent  # what is sent must stay until it has arrived
+        self._hide()  # so that nothing is added to it
 
     def collect(self) -> None:
         """The current stream waits for the reduction, if one is under way, and keeps what it brought."""

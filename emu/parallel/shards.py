@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from emu.parallel.absent import Absent, name_absent
 from emu.parallel.flat import Flat, Span
 from emu.parallel.state.piece import Piece
 from emu.spmd import Group, Precision, Rank
@@ -96,19 +97,24 @@ class Shards:
                 account(p.data, "parameters", name.rpartition(".")[0])
             return
         where = self.parameters[0].device
-        self._whole = torch.empty(self.flat.numel, dtype=self.dtypes.param, device=where)
-        account(self._whole, "parameters", self.name)
-        self._views = self.cut(self._whole)
+        self._make_whole()
+        assert self._whole is not None
         for p, view in zip(self.parameters, self._views):
             view.copy_(p.data)
             p.data = view
         if stage == 3:
+            name_absent(self.parameters, self.flat.names, "" if self.name == "root" else self.name)
             self._bytes = self._whole.untyped_storage().nbytes()
             self._nothing = self._whole.new_empty(0)
             self._shard = torch.zeros(self.slots, dtype=self.dtypes.param, device=where)
             account(self._shard, "parameters", self.name)
             self._shard[: self.real].copy_(self._own_of(self._whole))
             self.free()
+
+    def _make_whole(self) -> None:
+        self._whole = torch.empty(self.flat.numel, dtype=self.dtypes.param, device=self.parameters[0].device)
+        self.place.rank.account(self._whole, "parameters", self.name)
+        self._views = self.cut(self._whole)
 
     def cut(self, vector: Tensor) -> list[Tensor]:
         """Views of a whole vector, one per parameter, in its shape."""
@@ -144,7 +150,11 @@ class Shards:
         self.gather()
         self._coming.wait()
         self._coming = None
+        self._bring()
+
+    def _bring(self) -> None:
         for p, view in zip(self.parameters, self._views):
+            p.__class__ = nn.Parameter
             p.data = view
         self.here = True
 
@@ -153,11 +163,26 @@ class Shards:
         if self._coming is not None:  # nobody asked for them; what is under way cannot be called back
             self.arrive()
         if self._shard is not None and self.here:
-            for p in self.parameters:
-                p.data = self._nothing
+            self._take_away()
             assert self._whole is not None
             self._whole.untyped_storage().resize_(0)
-            self.here = False
+
+    def _take_away(self) -> None:
+        for p in self.parameters:
+            p.data = self._nothing
+            p.__class__ = Absent
+        self.here = False
+
+    def leave(self) -> None:
+        """The same, but what somebody has taken of them stays valid: whole parameters will be in new memory."""
+        if self._coming is not None:
+            self.arrive()
+        if self._shard is not None and self.here:
+            self._take_away()
+            self._whole, self._views = None, []
+            self._make_whole()
+            assert self._whole is not None
+            self._whole.untyped_storage().resize_(0)
 
     # The optimizer's part.
 

@@ -244,9 +244,7 @@ def test_a_unit_that_is_used_or_freed_before_it_is_there_is_told(monkeypatch):
             self.gather()
             self.works = self._coming  # never waited for
             self._coming = None
-            for p, view in zip(self.parameters, self._views):
-                p.data = view
-            self.here = True
+            self._bring()
 
     monkeypatch.setattr(Shards, "arrive", arrives_at_once)
     with pytest.raises(BufferInFlight):
