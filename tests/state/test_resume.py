@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import emu
 from emu.models import GPT, Config
 from emu.parallel import LossScale
-from emu.parallel.state import StateError, load, save
+from emu.parallel.state import StateError, load, load_dcp, save, save_dcp
 
 from .training import OPTIMIZERS, Sums, batch, made, never_stopped, results, resumes, saves, steps
 
@@ -220,3 +220,26 @@ def test_a_parameter_without_a_state_has_none_after_loading_either(tmp_path, sta
     run(unused, (2, {"zero": stages[0]}), 0, 2, None, tmp_path)
     for got in run(unused, (3, {"zero": stages[1]}), 2, 4, tmp_path):
         assert same(got, expected)
+
+
+@pytest.mark.parametrize("call", [save, load, save_dcp, load_dcp])
+def test_what_knows_nothing_of_ranks_is_refused(tmp_path, call):
+    def program(rank):
+        dist, _ = made(rank, {}, "AdamW")
+        with pytest.raises(StateError, match="a Sums does not know how it is spread") as caught:
+            call(tmp_path / "c", dist.model)
+        assert "emu.DataParallel" in caught.value.hint
+        with pytest.raises(StateError, match="a SGD does not know which part") as caught:
+            call(tmp_path / "c", dist, torch.optim.SGD(dist.model.parameters()))
+        assert "dist.optimizer" in caught.value.hint
+
+    emu.launch(program, emu.Mesh(dp=2))
+
+
+@pytest.mark.parametrize("call", [save, load, save_dcp, load_dcp])
+def test_a_shape_run_has_nothing_to_save(tmp_path, call):
+    def program(rank):
+        call(tmp_path / "c", *made(rank, {"zero": 1}, "AdamW"))
+
+    with pytest.raises(StateError, match="a shape run has no values"):
+        emu.launch(program, emu.Mesh(dp=2), backend="shape")

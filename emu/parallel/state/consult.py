@@ -28,8 +28,14 @@ def consult(rank: Rank, part: Callable[[], Any], decide: Callable[[list[Any]], S
         decide: called on rank 0 with what all ranks said, in order; returns an answer for each, JSON-able.
 
     Raises:
-        StateError: on every rank, the error of the lowest rank whose part raised one, or that of the decision.
+        StateError: on every rank, the error of the lowest rank whose part raised one, or that of the decision; or this is a
+            shape run.
     """
+    if rank.device.type == "meta":
+        raise StateError(
+            "a shape run has no values, so there is nothing to save or load",
+            'run it with backend="virtual", or leave it out',
+        )
     mine = _outcome(part)
     heard = _gather(rank, mine)
     answers: list[Any] | None = None

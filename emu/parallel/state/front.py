@@ -54,6 +54,7 @@ def save(path: str | os.PathLike[str], dist: Distributed, optimizer: Stepping | 
     Raises:
         StateError: on every rank alike; what was at the path is still there.
     """
+    _check(dist, optimizer)
     scalars = None if optimizer is None else optimizer.scalars()
     save_state(path, dist.rank, _tensors(dist, optimizer), {"extra": extra, "optimizer": scalars})
 
@@ -81,6 +82,7 @@ def load(
     Raises:
         StateError: on every rank alike; it says what the checkpoint and the model differ in, or which file is damaged.
     """
+    _check(dist, optimizer)
     with _filling(dist):
         tensors = _tensors(dist, optimizer)
         states = tensors.keys() - {PARAMETERS, BUFFERS}
@@ -113,6 +115,7 @@ def save_dcp(
     Raises:
         StateError: on every rank alike.
     """
+    _check(dist, optimizer)
     tensors = _tensors(dist, optimizer)
     first: dict[int, str] = {}
     for name, parameter in dist.model.named_parameters(remove_duplicate=False):
@@ -148,8 +151,22 @@ def load_dcp(
     Raises:
         StateError: on every rank alike.
     """
+    _check(dist, optimizer)
     with _filling(dist):
         return import_dcp(path, dist.rank, _tensors(dist, optimizer), key=key, convert=convert)
+
+
+def _check(dist: Any, optimizer: Any) -> None:
+    if not all(hasattr(dist, name) for name in ("pieces", "vectors", "rank")):
+        raise StateError(
+            f"a {type(dist).__name__} does not know how it is spread over ranks",
+            "pass the model under its strategy: dist = emu.DataParallel(model, rank, ...)",
+        )
+    if optimizer is not None and not hasattr(optimizer, "load_scalars"):
+        raise StateError(
+            f"a {type(optimizer).__name__} does not know which part of the parameters it has",
+            "pass the optimizer that dist.optimizer(torch.optim.AdamW, ...) made, or none",
+        )
 
 
 @contextmanager
@@ -165,6 +182,7 @@ def _filling(dist: Distributed) -> Iterator[None]:
 
 
 def _tensors(dist: Distributed, optimizer: Stepping | None) -> dict[str, Sequence[Piece]]:
+    """All that makes up the state of a training, as this rank holds it."""
     kept = dist.model.state_dict().keys()  # without buffers that the module makes anew
     buffers = [
         Piece(name, tuple(buffer.shape), 0, buffer.detach().view(-1))
