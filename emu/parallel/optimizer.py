@@ -82,7 +82,8 @@ class Optimizer:
         self.dist, self.clip, self.norm, self.scale = dist, clip, norm, scale
         self._vectors: list[Shards] = [g.shards for g in dist.gradients]
         self.torch = kind(self._grouped(groups), **options)
-        self._made = False  # whether its states are there only because somebody asked for them
+        self._begun = False  # whether there was a step
+        self._made: list[nn.Parameter] = []  # those whose states are there only because somebody asked for them
 
     def _grouped(self, groups: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]]:
         """torch's parameter groups, of this rank's parts."""
@@ -125,6 +126,7 @@ class Optimizer:
                 for g in given:
                     g.mul_(factor)
             self._forget_made()
+            self._begun = True
             self.torch.step()
             works = [shards.refresh() for shards in self._vectors]
             for work in works:
@@ -169,7 +171,7 @@ class Optimizer:
 
         States are made if there was no step yet, so that they can be loaded into.
         """
-        if not self.torch.state:
+        if not self._begun and not self.torch.state:
             self._make_states()
         out: dict[str, list[Piece]] = {}
         for shards in self._vectors:
@@ -201,25 +203,29 @@ class Optimizer:
             p.grad = grad
         for group, rate in zip(self.torch.param_groups, rates):
             group["lr"] = rate
-        for value in self._state_tensors():
+        self._made = list(self.torch.state)
+        for value in (value for parameter in self._made for value in self._tensors_of(parameter).values()):
             value.zero_()
-        self._made = True
 
-    def _state_tensors(self) -> list[Tensor]:
-        states = self.torch.state.values()
-        return [value for state in states for value in state.values() if isinstance(value, Tensor)]
+    def _tensors_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        return {key: value for key, value in self.torch.state[parameter].items() if isinstance(value, Tensor)}
 
     def _forget_made(self) -> None:
         """States that were made to be loaded into, and were not, go: not every optimizer begins with zeros.
 
-        (SGD's first momentum is the gradient, whatever the dampening; NAdam's product begins with 1.)
+        (SGD's first momentum is the gradient, whatever the dampening; NAdam's product begins with 1.) Steps that are counted
+        tell which are none; where they are not, some state or other that is not zero does.
         """
-        if self._made:
-            self._made = False
-            with torch._C._DisableTorchDispatch():  # the host looks, and the device does not notice
-                loaded = any(bool(value.any()) for value in self._state_tensors() if not value.is_meta)
-            if not loaded:
-                self.torch.state.clear()
+        made, self._made = self._made, []
+        with torch._C._DisableTorchDispatch():  # the host looks, and the device does not notice
+            values = {parameter: self._tensors_of(parameter) for parameter in made}
+            loaded = {
+                parameter: any(not value.is_meta and bool(value.any()) for value in mine.values())
+                for parameter, mine in values.items()
+            }
+        for parameter, mine in values.items():
+            if not (loaded[parameter] if "step" in mine else any(loaded.values())):
+                del self.torch.state[parameter]
 
     def scalars(self) -> dict[str, Any]:
         """What else makes up the state: options of every group, and the loss scale. Plain numbers and texts."""

@@ -110,6 +110,7 @@ def differs(case):
 @given(cases())
 @example(([[1, 0, 2], [2, 2, 2]], [2, 1], {"zero": 2, "find_unused": True}, ADAMW, [True, True]))
 @example(([[1, 0, 2], [0, 0, 0]], [2, 1], {"zero": 0, "find_unused": True, "bucket_bytes": 1}, ADAMW, [False, True]))
+@example(([[0], [0]], [1, 0, 0], {"zero": 1, "find_unused": True, "by_owner": True, "bucket_bytes": 1}, SGD, [True]))
 @example(([[1, 0, 2], [3, 0, 0]], [2, 1], {"zero": 3, "find_unused": True, "by_owner": True}, SGD, [True, False]))
 def test_what_is_used_now_and_then_has_one_devices_gradients_and_states(case):
     assert differs(case) is None
