@@ -124,6 +124,21 @@ def test_verify_says_that_a_right_plan_is_right(capsys):
     assert keys | {"mutants_equivalent", "first_divergence"} <= set(said)
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--zero", "3", "--prefetch", "2"),
+        ("--zero", "2", "--replicate", "2", "--microbatches", "2"),
+        ("--zero", "3", "--keep-gathered", "--micro-batch", "1", "--precision", "fp32"),
+        ("--zero", "1", "--tier", "float32"),
+    ],
+)
+def test_verify_takes_the_fields_of_a_plan(capsys, flags):
+    small = ("--model", "gpt-tiny", "--mesh", "dp=4", "--global-batch", "6", "--seq", "8", "--mutants", "3")
+    code, said = answer(capsys, "verify", *small, *flags)
+    assert code == 0 and said["equivalent"] and said["mutants_killed"] + said["mutants_equivalent"] == 3
+
+
 def test_verify_counts_every_parameter(capsys):
     from emu.models import Decoder, config
 
@@ -182,6 +197,9 @@ def test_what_does_not_fit_exits_with_one(capsys, programs):
         (["verify", "--model", "FILE:module"], "loss_sum"),
         (["verify", "--model", "gpt-tiny", "--mesh", "dp=2,tp=2"], "tp"),
         (["verify", "--model", "gpt-tiny", "--tier", "perfect"], "perfect"),
+        (["verify", "--model", "gpt-tiny", "--zero", "5"], "zero=5"),
+        (["verify", "--model", "gpt-tiny", "--mesh", "dp=4", "--zero", "3", "--replicate", "3"], "replicate=3"),
+        (["verify", "--model", "gpt-tiny", "--precision", "int4"], "int4"),
         (["verify", "--model", "gpt-tiny", "--mutants", "some"], "some"),
         (["verify", "--model", "FILE:bigrams_of_what"], "what tokens"),
         (["demo", "tp"], "no demo 'tp'"),
@@ -212,7 +230,9 @@ def test_the_demo_proves_prices_and_draws(capsys, tmp_path):
     assert said["loss_single"] == pytest.approx(said["loss_distributed"], rel=1e-4)  # float32, 10 steps of AdamW
     assert said["losses_single"][-1] < said["losses_single"][0]
     html = report.read_text()
-    assert said["report"] == str(report) and html.count("data:image/png;base64,") == 7
+    assert (
+        said["report"] == str(report) and html.count("data:image/png;base64,") == 8 and 15 < said["critical_batch"] < 35
+    )
     assert html.count("8 scaled-down H100s") >= 4 and "Gather, use, free" in html and "TFLOP/s" not in html
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from emu.cost import Metrics, Timeline
+from emu.demo.batch_size import BATCHES, BatchSizes, measure
 from emu.demo.training import STRATEGIES, alone, one_step, train
 from emu.equivalence import Verdict
 from emu.hardware import Workload
@@ -61,12 +62,14 @@ class Demo:
         single: the training on one device; distributed: on eight, under the first strategy.
         float32: whether that one's step is one device's, in float32.
         strategies: all that were asked for, the first of them included.
+        batch_sizes: how far a larger batch helps; where all strategies were asked for.
     """
 
     single: Run
     strategies: dict[str, Shown]
     float32: Verdict
     model: str
+    batch_sizes: BatchSizes | None = None
     report: str = ""
 
     @property
@@ -92,6 +95,7 @@ class Demo:
         return {
             "strategies": [self._strategy(shown) for shown in self.strategies.values()],
             "report": self.report,
+            "critical_batch": self.batch_sizes and self.batch_sizes.tradeoff.critical,
             **{f"loss_{name}": float(run.results[0][-1]) for name, run in losses.items()},
             **{f"losses_{name}": run.results[0].tolist() for name, run in losses.items()},
         }
@@ -156,7 +160,12 @@ def run_demo(
     first = strategies[names[0]]
     text = f"check {names[0]} against one device, tier float32"
     float32 = checked(first.run, STRATEGIES[names[0]], text, "float32", 0)
-    demo = Demo(single, strategies, float32, model_name)
+    sizes = (
+        measure(stage(f"train a noisy quadratic at {len(BATCHES)} batch sizes", len(BATCHES)))
+        if name == "all"
+        else None
+    )
+    demo = Demo(single, strategies, float32, model_name, sizes)
     tick = stage("draw and write the report", 1)
     write_demo_report(demo, report)
     tick(1)

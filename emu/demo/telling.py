@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from emu.cost import Metrics
+from emu.demo.batch_size import RANKS as RANKS_OF_SIZES
 from emu.demo.findings import RANKS, ROWS, SEQ, Demo
 from emu.demo.training import MEANING, STRATEGIES
 from emu.run import Run
@@ -94,6 +95,15 @@ def explain(demo: Demo) -> list[str]:
     ]
     if len(demo.strategies) > 1:
         said.append(_stages(demo))
+    if demo.batch_sizes is not None:
+        sizes = demo.batch_sizes
+        (small, many), *_, (large, few) = sizes.steps.items()
+        said.append(
+            f"More devices help as long as a larger batch does. A noisy quadratic reaches its goal in {many} steps with a batch "
+            f"of {small} and in {few} with {large}: up to a batch of about {sizes.tradeoff.critical:.0f} steps fall as the batch "
+            f"grows, beyond it hardly. The gradient noise scale, measured on the way from what {RANKS_OF_SIZES} ranks have "
+            f"anyway, predicts that: {sizes.noise_scale:.0f}."
+        )
     return said
 
 
@@ -143,6 +153,7 @@ def write_demo_report(demo: Demo, path: str | Path) -> None:
             f"while the first computes more of them.",
         ),
         *_sharding_pictures(demo),
+        *_batch_size_picture(demo),
         Heading("Memory of one device"),
         Picture(
             memory_figure(demo.distributed.memory, rank=0),
@@ -151,6 +162,16 @@ def write_demo_report(demo: Demo, path: str | Path) -> None:
         ),
     ]
     write_report(path, f"emu demo: {demo.model} on {RANKS} virtual H100s", sections)
+
+
+def _batch_size_picture(demo: Demo) -> list[Any]:
+    from emu.view import Heading, Picture, batch_size_figure
+
+    if demo.batch_sizes is None:
+        return []
+    picture = batch_size_figure(demo.batch_sizes.steps, demo.batch_sizes.noise_scale, width=11)
+    about = "A noisy quadratic, trained to the same goal with the best learning rate for each batch size."
+    return [Heading("How far a larger batch helps"), Picture(picture, about)]
 
 
 def _sharding_pictures(demo: Demo) -> list[Any]:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import emu
+from emu.demo.batch_size import BATCHES, COPIES, DEVIATION, H, train, tuned
 from emu.models import GPT, Config
 from emu.parallel.noise import GradientNoise, Noise, Tradeoff, fit_tradeoff, noise_from
 
@@ -114,61 +115,7 @@ def test_a_shape_run_measures_at_the_same_cost():
     assert len(real.trace) == len(shape.trace)
 
 
-# A noisy quadratic, on which everything is known. Directions of equal loss, curvatures h from 0.01 to 1, and examples
-# whose gradients h w + sqrt(h) deviation * normal are the noisier the steeper they are.
-
-H = torch.logspace(-2, 0, 16, dtype=torch.float64)
-DEVIATION, GOAL = 2.0, 0.1
-COPIES = 64  # trained side by side, and averaged, so that steps to the goal hardly vary
-BATCHES = (4, 8, 16, 32, 64, 128, 256, 512)
-
-
-def expected_steps(batch, lr, deviation=DEVIATION):
-    """Steps until the expected loss is GOAL times the first: E w^2 <- (1 - lr h)^2 E w^2 + lr^2 h deviation^2 / B."""
-    keep = (1 - lr * H) ** 2
-    floor = lr**2 * H * deviation**2 / batch / (1 - keep)
-    squares = floor + (1 / H - floor) * keep ** torch.arange(1500)[:, None]  # [steps, directions]
-    there = (H * squares).sum(1) / 2 <= GOAL * len(H) / 2
-    return int(there.int().argmax()) if there.any() else math.inf
-
-
-def tuned(batch, deviation=DEVIATION):
-    """The best learning rate, and the steps with it."""
-    rates = torch.logspace(-1.5, math.log10(1.9), 40).tolist()
-    return min((expected_steps(batch, lr, deviation), lr) for lr in rates)
-
-
-class Quadratic(nn.Module):
-    def __init__(self):
-        super().__init__()
-        g = torch.Generator().manual_seed(0)
-        signs = torch.randint(0, 2, (COPIES, len(H)), generator=g) * 2 - 1
-        self.w = nn.Parameter(signs * H.rsqrt())
-
-    def loss_sum(self, x):  # [rows, copies, directions]
-        return 0.5 * len(x) * (H * self.w**2).sum() + (x.sum(0) * self.w).sum()
-
-    def true_loss(self):
-        return 0.5 * float((H * self.w.detach() ** 2).sum()) / COPIES
-
-
-def train(rank, batch, lr):
-    """Data-parallel SGD to the goal. Returns the steps it took, and the noise measured on the way."""
-    model, group = Quadratic(), rank.group("dp")
-    noise = GradientNoise(model, group)
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-    goal, steps, rows = GOAL * model.true_loss(), 0, batch // group.size
-    g = torch.Generator().manual_seed(1000 * batch + rank.id)
-    while model.true_loss() > goal:
-        optimizer.zero_grad()
-        x = torch.randn(rows, COPIES, len(H), generator=g, dtype=torch.float64) * (DEVIATION * H.sqrt())
-        model.loss_sum(x).backward()
-        noise.small(rows)
-        group.all_reduce(model.w.grad).div_(batch)
-        noise.large()
-        optimizer.step()
-        steps += 1
-    return steps, noise.measured()
+# Training to a goal, on a problem on which everything is known.
 
 
 @pytest.fixture(scope="module")

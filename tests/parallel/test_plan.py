@@ -1,6 +1,7 @@
 """A plan that cannot be says which field is wrong and what to write instead."""
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -59,3 +60,54 @@ def test_a_plan_takes_the_axes_of_a_mesh():
         with pytest.raises(PlanError, match=r"mesh=.* is a .*\n.*emu.Plan\(\"dp=8\"\)") as error:
             emu.Plan(wrong)
         assert error.value.field == "mesh"
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "nearest"),
+    [
+        ({"zero": 4}, "zero", None),
+        ({"zero": True}, "zero", None),
+        ({"zero": 3, "prefetch": -1}, "prefetch", None),
+        ({"zero": 3, "replicate": 3}, "replicate", 2),
+        ({"zero": 1, "replicate": 0}, "replicate", None),
+        ({"replicate": 2}, "replicate", 1),  # zero=0 shards nothing that could be replicated
+        ({"reshard_after_forward": 1}, "reshard_after_forward", None),
+        ({"microbatches": 0}, "microbatches", None),
+        ({"micro_batch": 0}, "micro_batch", None),
+        ({"global_batch": 12, "micro_batch": 2, "microbatches": 3}, "microbatches", 2),
+    ],
+)
+def test_what_does_not_go_together_names_the_field_and_the_nearest_plan(fields, field, nearest):
+    with pytest.raises(PlanError) as error:
+        emu.Plan("dp=4", **fields)
+    assert error.value.field == field and str(fields[field]) in str(error.value) and error.value.hint
+    assert nearest is None or error.value.nearest == nearest
+    if nearest is not None:
+        emu.Plan("dp=4", **{**fields, field: nearest})  # and that one can be
+
+
+@given(st.integers(1, 5), st.integers(1, 20), st.integers(1, 8))
+def test_microbatches_hold_no_more_sequences_than_asked_for(ranks, batch, most):
+    plan = emu.Plan(f"dp={ranks}", global_batch=batch, micro_batch=most)
+    rows = -(-batch // ranks)
+    assert (plan.accumulated() - 1) * most < rows <= plan.accumulated() * most
+    assert emu.Plan(f"dp={ranks}", microbatches=3).accumulated() == 3
+
+
+def test_a_plan_makes_the_model_that_it_says():
+    class Line(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(3))
+
+        def loss_sum(self, x, y):
+            return x.sum()
+
+    def program(rank):
+        plan = emu.Plan("dp=4", zero=3, replicate=2, prefetch=2, reshard_after_forward=False, precision="fp16-scaled")
+        dist = emu.parallelize(Line(), plan, rank)
+        places = {(v.place.stage, v.place.group.size, v.place.replicas.size) for v in dist.vectors}
+        return dist.zero, places, dist.roles.param, dist._gathering.prefetch, dist._gathering.reshard
+
+    found = emu.launch(program, emu.Mesh(dp=4)).results[0]
+    assert found == (3, {(3, 2, 2)}, torch.float16, 2, False)
