@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -68,6 +69,31 @@ def test_one_rank_that_fails_fails_all_alike_and_commits_nothing(tmp_path, monke
     emu.launch(program, emu.Mesh(dp=2), backend="virtual")
     assert len(errors) == 2 and len(set(errors)) == 1 and "rank-00001.safetensors: Input/output error" in errors[0]
     assert not differences(OLD, load(tmp_path, OLD)[0][0])
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="open files have no names here")
+def test_all_is_on_the_disk_before_the_rename_and_the_rename_before_the_old_goes(tmp_path, monkeypatch):
+    save(tmp_path, OLD, 2, HALVES)
+    order, fsync, replace, rmtree = [], os.fsync, os.replace, shutil.rmtree
+
+    def noted(what, call, name):
+        def noting(*args, **options):
+            order.append((what, name(*args)))
+            return call(*args, **options)
+
+        return noting
+
+    def opened(number):
+        return Path(os.readlink(f"/proc/self/fd/{number}")).name
+
+    monkeypatch.setattr("os.fsync", noted("disk", fsync, opened))
+    monkeypatch.setattr("os.replace", noted("rename", replace, lambda a, b: Path(b).name))
+    monkeypatch.setattr("shutil.rmtree", noted("remove", rmtree, lambda path: Path(path).name))
+    save(tmp_path, NEW, 2, HALVES)
+    rename = order.index(("rename", "emu-state.json"))
+    files = ["rank-00000.safetensors", "rank-00001.safetensors", "emu-state.json", "save-000002"]
+    assert {("disk", name) for name in (*files, tmp_path.name)} <= set(order[:rename])
+    assert order[rename + 1 :] == [("disk", tmp_path.name), ("remove", "save-000001")]
 
 
 def test_what_is_interrupted_after_the_rename_is_the_new_state(tmp_path, monkeypatch):

@@ -124,7 +124,7 @@ def _write(path: Path, tensors: Mapping[str, Sequence[Piece]], share: Sequence[S
                 values = piece.tensor.detach()[at : at + count]
                 at += count
                 # A tensor of its own: torch.save would write all that a view is a view of.
-                own = torch.empty(count, dtype=values.dtype).copy_(values).view(box.sizes)
+                own = torch.empty(count, dtype=values.dtype, device="cpu").copy_(values).view(box.sizes)
                 before = file.tell()
                 torch.save(own, file)
                 of_share.append([before, file.tell() - before])

@@ -29,4 +29,4 @@ def bytes_of(tensor: Tensor, start: int, stop: int) -> Iterator[Bytes]:
         yield memory[start * width : stop * width]
         return
     for part in tensor.detach()[start:stop].split(_COPIED):
-        yield torch.empty(len(part), dtype=part.dtype).copy_(part).view(torch.uint8).numpy()
+        yield torch.empty(len(part), dtype=part.dtype, device="cpu").copy_(part).view(torch.uint8).numpy()
