@@ -103,10 +103,14 @@ def main(rounds: int, steps: int) -> None:
     for name, times in seconds.items():
         ratios = sorted(t / b for t, b in zip(times, base))
         low, high = ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]
-        print(f"{name:30} {statistics.median(times) * 1e3:6.0f} ms {statistics.median(ratios):10.2f} {low:7.2f} - {high:.2f}")
+        print(
+            f"{name:30} {statistics.median(times) * 1e3:6.0f} ms {statistics.median(ratios):10.2f} {low:7.2f} - {high:.2f}"
+        )
     for n in (4, 8):
         pairs = zip(seconds[f"emu ZeRO-3, {n} tracked"], seconds[f"torch FSDP2, {n} threads"])
-        print(f"ZeRO-3 tracked over torch's FSDP2, {n} ranks: {statistics.median(a / b for a, b in pairs):.3f} (at most 1.0)")
+        print(
+            f"ZeRO-3 tracked over torch's FSDP2, {n} ranks: {statistics.median(a / b for a, b in pairs):.3f} (at most 1.0)"
+        )
 
 
 if __name__ == "__main__":
