@@ -62,7 +62,7 @@ CUT = [
 ]
 
 
-@pytest.mark.parametrize("roles", [*ROLES, None], ids=str)
+@pytest.mark.parametrize("roles", ["bf16-mixed", ROLES[3], None], ids=str)
 @pytest.mark.parametrize("how", CUT, ids=str)
 @pytest.mark.parametrize("norm", [2.0, float("inf")])
 def test_all_ranks_clip_by_one_norm_in_one_dtype(how, roles, norm):
@@ -144,8 +144,8 @@ def unlike(made, ranks, how, rule, microbatches):
     return first_unlike(emu.launch(program, mesh, backend="shape").trace, emu.launch(program, mesh).trace)
 
 
-@settings(max_examples=20)
-@given(training.models, st.integers(1, 5), st.data(), st.integers(1, 2))
+@settings(max_examples=10)
+@given(training.models, st.integers(1, 4), st.data(), st.integers(1, 2))
 def test_a_shape_run_has_the_trace_of_the_real_one_at_every_stage(made, ranks, data, microbatches):
     # LayerNorm keeps bfloat16's statistics in bfloat16 on CPUs and in float32 on "meta": decoders stay in float32.
     roles = [None, "bf16-mixed"] if isinstance(made.of, tuple) else [None]
