@@ -82,6 +82,7 @@ class DataParallel:
         self._gathering: Gathering | None = wrapped.gathering(prefetch, reshard_after_forward) if zero == 3 else None
         self._syncs = True
         self._finished = False
+        self._unscaled = False  # whether an optimizer has divided the loss scale out of the gradients
         self._reduced = 0  # vectors that the backward under way has begun to reduce
         self._in_backward = -1  # autograd's number of the backward under way
         for gradients in self.gradients:
@@ -164,7 +165,7 @@ class DataParallel:
         """Forgets the gradients, before a new step."""
         for gradients in self.gradients:
             gradients.forget()
-        self._finished = False
+        self._finished = self._unscaled = False
 
     def backward(
         self,

@@ -103,12 +103,17 @@ class Optimizer:
         """Unscales, clips, steps, and gives the parameters their new values on every rank.
 
         Raises:
-            EmuError: gradients that are not finished.
+            EmuError: gradients that are not finished, or from which a loss scale is divided out already.
         """
         if not self.dist._finished:
             raise EmuError(
                 "the gradients are not finished: they are sums over tokens, and may be under way",
                 "call finish(tokens) after the last backward of the step; backward(batch) does it itself",
+            )
+        if self.scale is not None and self.dist._unscaled:
+            raise EmuError(
+                "the loss scale is divided out of these gradients already: another step would divide by it again",
+                "call step() once after a backward; parameters that are trained differently are groups of one optimizer",
             )
         given = [g.hand_over() for g in self.dist.gradients]
         skipped = False
@@ -117,6 +122,7 @@ class Optimizer:
             if not skipped:
                 for g in given:
                     g.mul_(1 / self.scale.value)
+                self.dist._unscaled = True
             self.scale.update(skipped)
         total = None
         if not skipped:

@@ -112,6 +112,25 @@ def test_an_overflow_in_one_ranks_shard_is_everyones(how):
         assert all(torch.allclose(value, other[3][name], atol=2**-20) for name, value in found[3].items())
 
 
+@pytest.mark.parametrize("zero", [0, 2])
+def test_a_scale_is_divided_out_once(zero):
+    def program(rank, twice):
+        dist = emu.DataParallel(ODD.model(), rank, "dp", zero=zero)
+        scale = emu.parallel.LossScale(1024.0)
+        first, second = (
+            dist.optimizer(torch.optim.SGD, [{"params": [f"layers.{i}.*"]}], lr=0.1, scale=scale) for i in range(2)
+        )
+        for step in range(2):  # after the next backward it is there again
+            dist.backward(ODD.batch(6), scale=scale)
+            (first if step else second).step()
+        if twice:
+            second.step()
+
+    emu.launch(program, emu.Mesh(dp=2), args=(False,))
+    with pytest.raises(emu.EmuError, match=r"divided out of these gradients already.*\n.*groups of one optimizer"):
+        emu.launch(program, emu.Mesh(dp=2), args=(True,))
+
+
 def test_an_overflow_that_only_one_rank_sees_is_seen(monkeypatch):
     from emu.parallel.optimizer import Optimizer
 
