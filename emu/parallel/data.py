@@ -253,8 +253,8 @@ class DataParallel:
         while self._reduced < len(self.gradients) and ready(self.gradients[self._reduced]):
             self.gradients[self._reduced].reduce()
             self._reduced += 1
-            if self._reduced > 1 and self.gradients[self._reduced - 2].shards.place.stage >= 2:
-                self.gradients[self._reduced - 2].collect()  # at most two whole buckets at a time
+            if self._reduced > 1 and self.gradients[self._reduced - 2].takes_more:
+                self.gradients[self._reduced - 2].collect()  # at most two buckets at a time take more than they keep
 
     def _backward_ends(self) -> None:
         self._in_backward = -1

@@ -40,6 +40,11 @@ class Gradients:
         """Whether the backward under way has given every parameter its gradient."""
         return len(self.arrived) == len(self.shards.parameters)
 
+    @property
+    def takes_more(self) -> bool:
+        """Whether a reduction under way holds memory beside the gradients: a copy to send, or a part that comes."""
+        return self.shards.place.stage > 0 or self.shards.dtypes.reduce != self.shards.dtypes.grad
+
     def before(self) -> None:
         """A gradient is about to be added: a sum over ranks that is there already must count once, so one rank keeps it."""
         self.collect()

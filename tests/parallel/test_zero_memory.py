@@ -249,3 +249,45 @@ def test_a_unit_that_is_used_or_freed_before_it_is_there_is_told(monkeypatch):
     monkeypatch.setattr(Shards, "arrive", arrives_at_once)
     with pytest.raises(BufferInFlight):
         whole_units(3, {"prefetch": 1})
+
+
+# Gradients on their way.
+
+
+def beside_bytes(layers, how):
+    """The most that lives beside parameters, gradients and states in the second step's backward: copies under way."""
+
+    def program(rank):
+        dist = emu.DataParallel(Equal(layers), rank, "dp", precision="bf16-mixed", **how)
+        for step in range(2):
+            dist.zero_grad()
+            loss = dist.loss_sum(torch.ones(2, 6), torch.zeros(2, dtype=torch.long))
+            rank.mark(f"backward {step}")
+            loss.backward()
+            rank.mark(f"finish {step}")
+            dist.finish(8)
+
+    run = emu.launch(program, emu.Mesh(dp=4))
+    at = {e.name: i for i, e in enumerate(run.trace[0]) if isinstance(e, Mark)}
+    indices, lines = run.memory.series(0)
+    both = [a + b for a, b in zip(lines["temporary"], lines["communication"])]
+    return max(n for i, n in zip(indices, both) if at["backward 1"] <= i < at["finish 1"])
+
+
+IN_BUCKETS = [
+    {"zero": 0, "bucket_bytes": 84},
+    {"zero": 1, "bucket_bytes": 84},
+    {"zero": 2, "bucket_bytes": 84},
+    {"zero": 3},
+]
+
+
+@pytest.mark.parametrize("how", IN_BUCKETS, ids=str)
+def test_copies_in_another_dtype_do_not_pile_up_until_the_step_ends(how):
+    assert beside_bytes(4, how) == beside_bytes(9, how)
+
+
+@pytest.mark.parametrize("how", IN_BUCKETS[:2], ids=str)
+def test_copies_that_pile_up_are_seen(monkeypatch, how):
+    monkeypatch.setattr(Gradients, "takes_more", False)
+    assert beside_bytes(9, how) > 1.5 * beside_bytes(4, how)
