@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from emu.cost import Metrics, Timeline
@@ -113,23 +112,20 @@ class Demo:
         }
 
 
-def run_demo(
-    name: str = "all",
-    quick: bool = False,
-    report: str | Path = "emu-report.html",
-    stage: Callable[[str, int], Callable[[int], None]] = lambda text, total: lambda done: None,
+def find(
+    name: str,
+    quick: bool,
+    stage: Callable[[str, int], Callable[[int], None]],
 ) -> Demo:
-    """Trains, checks, prices and draws; writes the HTML report.
+    """Trains, checks and prices.
 
     Args:
-        name: a strategy, or "all".
+        name: a strategy, or "all"; quick: fewer steps.
         stage: announces a stage of so many parts, and returns what is called with the number of parts done.
 
     Raises:
         EmuError: no such demo.
     """
-    from emu.demo.telling import write_demo_report
-
     if name not in NAMES:
         raise EmuError(f"there is no demo {name!r}", f"use one of {', '.join(NAMES)}")
     names = list(STRATEGIES) if name == "all" else [name]
@@ -165,9 +161,4 @@ def run_demo(
         if name == "all"
         else None
     )
-    demo = Demo(single, strategies, float32, model_name, sizes)
-    tick = stage("draw and write the report", 1)
-    write_demo_report(demo, report)
-    tick(1)
-    demo.report = str(Path(report).resolve())
-    return demo
+    return Demo(single, strategies, float32, model_name, sizes)
