@@ -37,4 +37,4 @@ def rotation(positions: Tensor, head_dim: int, base: float, dtype: torch.dtype) 
 def rotate(x: Tensor, tables: Rotation) -> Tensor:
     """Turn queries or keys x: [batch, seq, heads, head_dim]."""
     partner = x.roll(x.shape[-1] // 2, -1)  # the other number of each pair; the sign is in the table
-    return x * tables.cos + partner * tables.sin
+    return (x * tables.cos + partner * tables.sin).to(x.dtype)  # under autocast x may be narrower than the tables
