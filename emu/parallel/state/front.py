@@ -183,7 +183,7 @@ def _filling(dist: Distributed) -> Iterator[None]:
 
 def _tensors(dist: Distributed, optimizer: Stepping | None) -> dict[str, Sequence[Piece]]:
     """All that makes up the state of a training, as this rank holds it."""
-    kept = dist.model.state_dict().keys()  # without buffers that the module makes anew
+    kept = dist.model.state_dict(keep_vars=True).keys()  # without buffers that the module makes anew
     buffers = [
         Piece(name, tuple(buffer.shape), 0, buffer.detach().view(-1))
         for name, buffer in dist.model.named_buffers()
