@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 import emu
 from emu.parallel.gradients import Gradients
@@ -54,6 +55,30 @@ def test_in_low_precision_too_every_stage_has_stage_0s_bits(made, ranks, data):
             for piece in pieces:
                 whole = right[key][piece.name].tensor
                 assert torch.equal(piece.tensor, whole[piece.start : piece.start + len(piece.tensor)])
+
+
+@pytest.mark.parametrize("how", [{"zero": 0}, {"zero": 1}, {"zero": 2, "by_owner": True}, {"zero": 3}], ids=str)
+@pytest.mark.parametrize("made", [ODD, Made(SMALL)], ids=["mlp", "decoder"])
+def test_on_one_rank_mixed_precision_is_plain_torch_with_a_master_copy(made, how):
+    data = [made.batch(4, seed) for seed in range(3)]
+    model = made.model().bfloat16()
+    master = [nn.Parameter(p.detach().clone()) for p in made.model().parameters()]  # in float32, before it is rounded
+    optimizer = torch.optim.AdamW(master, **ADAMW.options)
+    for some in data:
+        x = some.x.bfloat16() if some.x.is_floating_point() else some.x
+        model.zero_grad()
+        model.loss_sum(x, some.y).backward()
+        for p, copy in zip(model.parameters(), master):
+            copy.grad = p.grad.div_(some.tokens).float()
+        optimizer.step()
+        with torch.no_grad():
+            for p, copy in zip(model.parameters(), master):
+                p.copy_(copy)
+    args = (made, data, ADAMW, 3, [4], {**how, "precision": "bf16-mixed"})
+    found = emu.launch(on_ranks, emu.Mesh(dp=1), args=args, track=False).results[0]
+    for (name, p), copy in zip(model.named_parameters(), master):
+        assert torch.equal(found["values"][name], copy) and torch.equal(found["used"][name], p)
+        assert torch.equal(found["gradients"][name], p.grad)
 
 
 @pytest.mark.parametrize("zero", [0, 3])
