@@ -21,6 +21,7 @@ from emu.parallel.grouping import BUCKET_BYTES
 from emu.parallel.optimizer import Optimizer
 from emu.parallel.shards import Shards
 from emu.parallel.state.piece import Piece
+from emu.parallel.summing import Summing
 from emu.parallel.wrapping import checked_options, wrap
 from emu.spmd import EmuError, Grads, Precision, Rank
 
@@ -74,23 +75,16 @@ class DataParallel:
         self.group = rank.group(*axes)
         checked_options(self.group.size, self.group.label, zero, replicate, prefetch, bucket_bytes)
         self.roles = Precision.preset(precision) if precision is not None else None
-        self.find_unused = find_unused
         rank.watch(model)
         wrapped = wrap(model, rank, self.group, zero, replicate, self.roles, bucket_bytes, units, replicated, by_owner)
         self.vectors: list[Shards] = wrapped.vectors
-        self.gradients: list[Gradients] = wrapped.gradients  # in the order in which they are reduced
         self._gathering: Gathering | None = wrapped.gathering(prefetch, reshard_after_forward) if zero == 3 else None
-        self._syncs = True
-        self._finished = False
-        self._unscaled = False  # whether an optimizer has divided the loss scale out of the gradients
-        self._reduced = 0  # vectors that the backward under way has begun to reduce
-        self._in_backward = -1  # autograd's number of the backward under way
-        for gradients in self.gradients:
-            for i, p in enumerate(gradients.shards.parameters):
-                p.register_post_accumulate_grad_hook(self._receiver(gradients, i))
+        self.summing = Summing(wrapped.gradients, rank, axes, self._gathering, find_unused)
 
-    def _receiver(self, gradients: Gradients, index: int) -> Any:
-        return lambda p: self._received(gradients, index)
+    @property
+    def gradients(self) -> list[Gradients]:
+        """Those of every vector that trains, in the order in which ranks reduce them."""
+        return self.summing.gradients
 
     # A training step.
 
@@ -110,7 +104,7 @@ class DataParallel:
         if gathering is not None:
             gathering.leave(gathering.root)
         if isinstance(loss, Tensor) and loss.requires_grad:
-            loss.register_hook(self._backward_begins)
+            loss.register_hook(self.summing.begin)
         return loss
 
     def _as_activation(self, x: Tensor) -> Tensor:
@@ -131,11 +125,8 @@ class DataParallel:
         What counts is where backward runs; where forward ran does not matter. With zero=2 and 3 gradients are whole
         in the meantime, and take the memory that they take with zero=1.
         """
-        outer, self._syncs = self._syncs, False
-        try:
+        with self.summing.paused():
             yield
-        finally:
-            self._syncs = outer
 
     def finish(self, tokens: float) -> None:
         """The step's gradients are complete: waits for them, and divides them once.
@@ -147,25 +138,11 @@ class DataParallel:
             EmuError: no tokens; gradients that were finished before; or a parameter without a gradient, unless
                 find_unused was said.
         """
-        if not tokens > 0:
-            raise EmuError("the batch has no tokens to learn from", "give at least one label that is not -100")
-        if self._finished:
-            raise EmuError(
-                "the gradients are finished already: a second division would shrink them", "zero_grad() first"
-            )
-        for gradients in self.gradients[self._reduced :]:
-            gradients.reduce()
-        self._reduced = 0
-        self._look_for_unused()
-        for gradients in self.gradients:
-            gradients.finish(tokens)
-        self._finished = True
+        self.summing.finish(tokens)
 
     def zero_grad(self) -> None:
         """Forgets the gradients, before a new step."""
-        for gradients in self.gradients:
-            gradients.forget()
-        self._finished = self._unscaled = False
+        self.summing.forget()
 
     def backward(
         self,
@@ -186,7 +163,7 @@ class DataParallel:
         x, y = batch.shard(self.rank, *self.axes, sizes=sizes)
         if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
             raise EmuError(f"microbatches={microbatches!r}", "cut the rows into 1 or more")
-        if self._finished:
+        if self.summing.finished:
             self.zero_grad()
         total = torch.zeros(())
         for i, (some_x, some_y) in enumerate(zip(x.tensor_split(microbatches), y.tensor_split(microbatches))):
@@ -195,100 +172,14 @@ class DataParallel:
                 (loss if scale is None else loss * scale.value).backward()
             total = total + loss.detach() if i else loss.detach().clone()
         self.finish(batch.tokens)
+        self.summing.scaled_by = scale
         return self.group.all_reduce(total, name="loss").div_(batch.tokens)
-
-    # What backward does on the way.
-
-    def _backward_begins(self, grad: Tensor) -> None:
-        if self._finished and self._torch_forgot():
-            self.zero_grad()
-        if self._finished:
-            raise EmuError(
-                "a backward would add to gradients that are divided already",
-                "call zero_grad() after the step (the optimizer's, or this model's), before the next backward",
-            )
-        task = torch._C._current_graph_task_id()
-        if self._in_backward == task:  # of a sum of several losses this is not the first
-            return
-        torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)  # type: ignore[attr-defined]
-        self._reduced, self._in_backward = 0, task
-        for gradients in self.gradients:
-            gradients.arrived.clear()
-            gradients.before()
-        if self._gathering is not None:
-            self._gathering.enter_backward(self._gathering.root)
-
-    def _torch_forgot(self) -> bool:
-        """Whether an optimizer of torch's own has set every gradient to None."""
-        parameters = [p for g in self.gradients if g.shards.in_place for p in g.shards.parameters]
-        return bool(parameters) and all(p.grad is None for p in parameters)
-
-    def _received(self, gradients: Gradients, index: int) -> None:
-        if self._in_backward < 0:
-            raise EmuError(
-                f"rank {self.rank}: a backward reached {gradients.shards.flat.names[index]} from a loss that is not this model's",
-                "take the loss from .loss_sum(x, y) of the DataParallel, not of the model inside it",
-            )
-        if not gradients.shards.here:
-            raise EmuError(
-                f"rank {self.rank}: backward reached {gradients.shards.flat.names[index]} before it was gathered again",
-                "a tensor of its unit went to the loss by a way that emu does not see: return it from the unit's forward",
-            )
-        if index in gradients.arrived and self._syncs and gradients in self.gradients[: self._reduced]:
-            raise EmuError(
-                f"rank {self.rank}: {gradients.shards.flat.names[index]} got a second gradient in one backward, after its "
-                "first was sent to be summed: its module is called in several reentrant checkpoints",
-                "say checkpoint(..., use_reentrant=False), or put backward within no_sync()",
-            )
-        gradients.receive(index)
-        if not gradients.complete:
-            return
-        if self._gathering is not None:
-            self._gathering.done(gradients.shards)
-        if self._syncs:
-            self._reduce_in_order(lambda g: g.complete)
-
-    def _reduce_in_order(self, ready: Any) -> None:
-        """Ranks must reduce in one order, though their gradients may come in another."""
-        while self._reduced < len(self.gradients) and ready(self.gradients[self._reduced]):
-            self.gradients[self._reduced].reduce()
-            self._reduced += 1
-            if self._reduced > 1 and self.gradients[self._reduced - 2].takes_more:
-                self.gradients[self._reduced - 2].collect()  # at most two buckets at a time take more than they keep
-
-    def _backward_ends(self) -> None:
-        self._in_backward = -1
-        if self._syncs:
-            self._reduce_in_order(lambda gradients: True)
-        if self._gathering is not None:
-            self._gathering.end_backward()
-
-    def _look_for_unused(self) -> None:
-        """A parameter that no rank used has no gradient, as on a single device; one that some used has theirs."""
-        flags = [i in g.used for g in self.gradients for i in range(len(g.shards.parameters))]
-        if not self.find_unused:
-            if not all(flags):
-                names = [name for g in self.gradients for name in g.shards.flat.names]
-                missing = [name for name, used in zip(names, flags) if not used]
-                raise EmuError(
-                    f"rank {self.rank}: backward gave no gradient to {', '.join(missing[:5])}{' ...' if missing[5:] else ''}",
-                    "if that is meant, say find_unused=True; if not, the loss does not depend on it, or no backward ran",
-                )
-            return
-        used = torch.tensor(flags, dtype=torch.int32)  # made on the host: of one made on "meta", torch tells nobody
-        used = used.to(self.rank.device)
-        self.group.all_reduce(used, op="max", name="used parameters")
-        if all(flags):  # nothing to learn: the host need not wait
-            return
-        found = iter(flags if used.is_meta else used.tolist())
-        for g in self.gradients:
-            g.nowhere = {i for i in range(len(g.shards.parameters)) if not next(found)}
 
     # What it holds.
 
     def optimizer(self, kind: Any, groups: Sequence[Mapping[str, Any]] | None = None, **options: Any) -> Optimizer:
         """An optimizer of this rank's part of the parameters; see `Optimizer`."""
-        return Optimizer(self, kind, groups, **options)
+        return Optimizer(self.model, self.summing, self.roles, kind, groups, **options)
 
     def pieces(self) -> list[Piece]:
         """This rank's part of the parameters, in the optimizer's precision."""

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from emu.parallel.scaling import LossScale
+from emu.parallel.scaling import DIVIDED, UNKNOWN, LossScale
+from emu.parallel.shards import Shards
 from emu.parallel.state.piece import Piece
-from emu.spmd import EmuError
-
-if TYPE_CHECKING:
-    from emu.parallel.data import DataParallel
-    from emu.parallel.shards import Shards
+from emu.parallel.summing import Summing
+from emu.spmd import EmuError, Precision
 
 WHOLE_ONLY = ("Adafactor", "LBFGS", "Muon")
 TINY = 1e-6  # torch's: clipping divides by norm + TINY
@@ -40,7 +38,8 @@ class Optimizer:
     same parameter, because a shard may hold only some of them (zero=0 without another precision has whole parameters).
 
     Args:
-        dist: the model under data parallelism.
+        model, summing, roles: a model under data parallelism, its gradients, and its dtypes by role. DataParallel's
+            `optimizer` gives them, and takes the rest.
         kind: the optimizer's class, torch.optim.AdamW or another.
         groups: parameter groups: dicts with "params", names (with * for any characters) or the model's parameters, and
             options. What no group names is not trained. None makes one group of all.
@@ -55,7 +54,9 @@ class Optimizer:
 
     def __init__(
         self,
-        dist: DataParallel,
+        model: nn.Module,
+        summing: Summing,
+        roles: Precision | None,
         kind: Any,
         groups: Sequence[Mapping[str, Any]] | None = None,
         *,
@@ -68,26 +69,28 @@ class Optimizer:
             raise EmuError(f"norm={norm!r} cannot be clipped by", "use 2.0 or float('inf')")
         if clip is not None and not clip > 0:
             raise EmuError(f"clip={clip!r} leaves nothing of the gradients", "give the largest norm, or None")
-        if kind.__name__ in WHOLE_ONLY and not all(g.shards.in_place for g in dist.gradients):
+        if kind.__name__ in WHOLE_ONLY and not all(g.shards.in_place for g in summing.gradients):
             raise EmuError(
                 f"{kind.__name__} looks at all elements of a parameter at once, and a shard has only some",
                 "use an optimizer that works element by element (SGD, AdamW, ...), or zero=0 in the model's own precision",
             )
-        roles = dist.roles
         if roles is not None and roles.moments != roles.master:
             raise EmuError(
                 f"moments in {roles.moments} beside a master copy in {roles.master}: torch's optimizers keep both alike",
                 "give Precision the same dtype for master and moments",
             )
-        self.dist, self.clip, self.norm, self.scale = dist, clip, norm, scale
-        self._vectors: list[Shards] = [g.shards for g in dist.gradients]
-        self.torch = kind(self._grouped(groups), **options)
+        if scale is not None:
+            scale.belongs_to(summing)
+        if scale is not None:
+            scale.belongs_to(summing)
+        self.summing, self.clip, self.norm, self.scale = summing, clip, norm, scale
+        self._vectors: list[Shards] = [g.shards for g in summing.gradients]
+        self.torch = kind(self._grouped(_members(model, groups), groups), **options)
         self._begun = False  # whether there was a step
         self._made: list[nn.Parameter] = []  # those whose states are there only because somebody asked for them
 
-    def _grouped(self, groups: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]]:
+    def _grouped(self, members: Mapping[str, int], groups: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]]:
         """torch's parameter groups, of this rank's parts."""
-        members = _members(self.dist.model, groups)
         out = [dict(group, params=[]) for group in groups] if groups is not None else [{"params": []}]
         for shards in self._vectors:
             for span, piece in shards.stepped():
@@ -97,7 +100,7 @@ class Optimizer:
 
     def zero_grad(self) -> None:
         """Forgets the gradients, before a new step."""
-        self.dist.zero_grad()
+        self.summing.forget()
 
     def step(self) -> Stepped:
         """Unscales, clips, steps, and gives the parameters their new values on every rank.
@@ -105,24 +108,19 @@ class Optimizer:
         Raises:
             EmuError: gradients that are not finished, or from which a loss scale is divided out already.
         """
-        if not self.dist._finished:
+        if not self.summing.finished:
             raise EmuError(
                 "the gradients are not finished: they are sums over tokens, and may be under way",
                 "call finish(tokens) after the last backward of the step; backward(batch) does it itself",
             )
-        if self.scale is not None and self.dist._unscaled:
-            raise EmuError(
-                "the loss scale is divided out of these gradients already: another step would divide by it again",
-                "call step() once after a backward; parameters that are trained differently are groups of one optimizer",
-            )
-        given = [g.hand_over() for g in self.dist.gradients]
+        self._check_scale()
+        given = [g.hand_over() for g in self.summing.gradients]
         skipped = False
         if self.scale is not None:
             skipped = self._overflowed(given)
             if not skipped:
                 for g in given:
                     g.mul_(1 / self.scale.value)
-                self.dist._unscaled = True
             self.scale.update(skipped)
         total = None
         if not skipped:
@@ -138,22 +136,40 @@ class Optimizer:
             for work in works:
                 if work is not None:
                     work.wait()
-        for g in self.dist.gradients:
+        for g in self.summing.gradients:
             g.release()
         return Stepped(total, skipped)
 
+    def _check_scale(self) -> None:
+        """Raises an EmuError if the gradients do not carry the factor that the step would divide out."""
+        carried = self.summing.scaled_by
+        if carried == DIVIDED and self.scale is not None:
+            raise EmuError(
+                "an earlier step has divided the loss scale out of these gradients already",
+                "call zero_grad() and backward before every step; one optimizer with several groups takes one step",
+            )
+        if carried not in (UNKNOWN, DIVIDED) and carried is not self.scale:
+            says = [f"was given {scale or 'no loss scale'}" for scale in (carried, self.scale)]
+            raise EmuError(
+                f"backward {says[0]}, and the optimizer {says[1]}",
+                "give both the same: dist.backward(batch, scale=scale), dist.optimizer(..., scale=scale)",
+            )
+        if self.scale is not None:
+            self.summing.scaled_by = DIVIDED
+
     def _overflowed(self, given: Sequence[Tensor]) -> bool:
         """Whether any rank's gradients are not finite. All ranks learn the same, after everyone has looked."""
-        bad = torch.zeros((), device=self.dist.rank.device)
+        bad = torch.zeros((), device=self.summing.rank.device)
         for g in given:
             bad = torch.maximum(bad, (~torch.isfinite(g).all()).to(bad.dtype))
-        self.dist.group.all_reduce(bad, op="max", name="overflow")
+        self.summing.group.all_reduce(bad, op="max", name="overflow")
         return False if bad.is_meta else bool(bad.item())
 
     def _norm(self, given: Sequence[Tensor]) -> Tensor:
         """The norm of all gradients, every parameter counted once, on every rank."""
         parts: dict[bool, Tensor] = {}  # of those that are cut over ranks, and of those that every rank holds whole
-        for g, vector in zip(given, self.dist.gradients):
+        for g, vector in zip(given, self.summing.gradients):
+            g = g.to(torch.promote_types(g.dtype, torch.float32))  # squares of half numbers overflow at 256
             if self.norm == 2.0:
                 part = (g * g).sum()
             else:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 from emu.spmd import EmuError
+
+UNKNOWN, DIVIDED = "unknown", "divided"  # of gradients: whether they carry a scale, and that they do no longer
 
 
 class LossScale:
@@ -27,6 +30,20 @@ class LossScale:
             )
         self.value, self.growth, self.backoff, self.interval = float(value), growth, backoff, interval
         self.since = 0  # steps since it last changed
+        self._user: Any = lambda: None  # a weak reference to who uses it
+
+    def belongs_to(self, user: Any) -> None:
+        """Notes on whose `rank` it is.
+
+        Raises             EmuError: another rank of this process uses it: every step would change it once for each.
+        """
+        other = self._user()
+        if other is not None and other.rank is not user.rank:
+            raise EmuError(
+                f"ranks {other.rank} and {user.rank} share one LossScale, which would change once for each of them in a step",
+                "make it within the program, so that every rank has its own",
+            )
+        self._user = weakref.ref(user)
 
     def update(self, overflowed: bool) -> None:
         """After a step, with the decision of all ranks."""

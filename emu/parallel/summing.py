@@ -1,0 +1,178 @@
+"""The gradients of a whole model: summed over ranks as backward gives them, in one order, and divided once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from emu.parallel.gathering import Gathering
+from emu.parallel.gradients import Gradients
+from emu.parallel.scaling import UNKNOWN
+from emu.spmd import EmuError, Rank
+
+
+class Summing:
+    """What a backward does to gradients on its way, and what makes them those of a step.
+
+    Args:
+        gradients: in the order in which ranks reduce them.
+        axes: of the mesh, which all ranks of the strategy span.
+        gathering: of sharded parameters, which come and go with a backward; or None.
+        find_unused: whether a missing gradient is to be understood, and not an error.
+
+    Attributes:
+        finished: whether the gradients are those of a step: complete, and divided.
+        scaled_by: the LossScale that they carry, or None; UNKNOWN; DIVIDED once an optimizer has divided it out.
+    """
+
+    def __init__(
+        self,
+        gradients: Sequence[Gradients],
+        rank: Rank,
+        axes: Sequence[str],
+        gathering: Gathering | None,
+        find_unused: bool,
+    ) -> None:
+        self.gradients, self.rank, self.group = list(gradients), rank, rank.group(*axes)
+        self.find_unused = find_unused
+        self.finished = False
+        self.scaled_by: Any = UNKNOWN
+        self._gathering = gathering
+        self._syncs = True
+        self._reduced = 0  # vectors that the backward under way has begun to reduce
+        self._in_backward = -1  # autograd's number of the backward under way
+        for vector in self.gradients:
+            for i, p in enumerate(vector.shards.parameters):
+                p.register_post_accumulate_grad_hook(self._receiver(vector, i))
+
+    def _receiver(self, gradients: Gradients, index: int) -> Any:
+        return lambda p: self._received(gradients, index)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """A backward within it adds to this rank's own gradients only."""
+        outer, self._syncs = self._syncs, False
+        try:
+            yield
+        finally:
+            self._syncs = outer
+
+    def begin(self, grad: Tensor) -> None:
+        """A hook of the loss: a backward begins.
+
+        Raises:
+            EmuError: the gradients of the last step were not forgotten.
+        """
+        if self.finished and self._torch_forgot():
+            self.forget()
+        if self.finished:
+            raise EmuError(
+                "a backward would add to gradients that are divided already",
+                "call zero_grad() after the step (the optimizer's, or this model's), before the next backward",
+            )
+        task = torch._C._current_graph_task_id()
+        if self._in_backward == task:  # of a sum of several losses this is not the first
+            return
+        torch.autograd.Variable._execution_engine.queue_callback(self._end)  # type: ignore[attr-defined]
+        self._reduced, self._in_backward = 0, task
+        for gradients in self.gradients:
+            gradients.arrived.clear()
+            gradients.before()
+        if self._gathering is not None:
+            self._gathering.enter_backward(self._gathering.root)
+
+    def _torch_forgot(self) -> bool:
+        """Whether an optimizer of torch's own has set every gradient to None."""
+        parameters = [p for g in self.gradients if g.shards.in_place for p in g.shards.parameters]
+        return bool(parameters) and all(p.grad is None for p in parameters)
+
+    def _received(self, gradients: Gradients, index: int) -> None:
+        if self._in_backward < 0:
+            raise EmuError(
+                f"rank {self.rank}: a backward reached {gradients.shards.flat.names[index]} from a loss that is not this model's",
+                "take the loss from .loss_sum(x, y) of the DataParallel, not of the model inside it",
+            )
+        if not gradients.shards.here:
+            raise EmuError(
+                f"rank {self.rank}: backward reached {gradients.shards.flat.names[index]} before it was gathered again",
+                "a tensor of its unit went to the loss by a way that emu does not see: return it from the unit's forward",
+            )
+        if index in gradients.arrived and self._syncs and gradients in self.gradients[: self._reduced]:
+            raise EmuError(
+                f"rank {self.rank}: {gradients.shards.flat.names[index]} got a second gradient in one backward, after its "
+                "first was sent to be summed: its module is called in several reentrant checkpoints",
+                "say checkpoint(..., use_reentrant=False), or put backward within no_sync()",
+            )
+        gradients.receive(index)
+        if not gradients.complete:
+            return
+        if self._gathering is not None:
+            self._gathering.done(gradients.shards)
+        if self._syncs:
+            self._reduce_in_order(lambda g: g.complete)
+
+    def _reduce_in_order(self, ready: Any) -> None:
+        """Ranks must reduce in one order, though their gradients may come in another."""
+        while self._reduced < len(self.gradients) and ready(self.gradients[self._reduced]):
+            self.gradients[self._reduced].reduce()
+            self._reduced += 1
+            if self._reduced > 1 and self.gradients[self._reduced - 2].takes_more:
+                self.gradients[self._reduced - 2].collect()  # at most two buckets at a time take more than they keep
+
+    def _end(self) -> None:
+        self._in_backward = -1
+        if self._syncs:
+            self._reduce_in_order(lambda gradients: True)
+        if self._gathering is not None:
+            self._gathering.end_backward()
+
+    def _look_for_unused(self) -> None:
+        """A parameter that no rank used has no gradient, as on a single device; one that some used has theirs."""
+        flags = [i in g.used for g in self.gradients for i in range(len(g.shards.parameters))]
+        if not self.find_unused:
+            if not all(flags):
+                names = [name for g in self.gradients for name in g.shards.flat.names]
+                missing = [name for name, used in zip(names, flags) if not used]
+                raise EmuError(
+                    f"rank {self.rank}: backward gave no gradient to {', '.join(missing[:5])}{' ...' if missing[5:] else ''}",
+                    "if that is meant, say find_unused=True; if not, the loss does not depend on it, or no backward ran",
+                )
+            return
+        used = torch.tensor(flags, dtype=torch.int32)  # made on the host: of one made on "meta", torch tells nobody
+        used = used.to(self.rank.device)
+        self.group.all_reduce(used, op="max", name="used parameters")
+        if all(flags):  # nothing to learn: the host need not wait
+            return
+        found = iter(flags if used.is_meta else used.tolist())
+        for g in self.gradients:
+            g.nowhere = {i for i in range(len(g.shards.parameters)) if not next(found)}
+
+    def finish(self, tokens: float) -> None:
+        """Waits for all sums, and divides them.
+
+        Raises:
+            EmuError: no tokens; gradients that were finished before; or a parameter without a gradient.
+        """
+        if not tokens > 0:
+            raise EmuError("the batch has no tokens to learn from", "give at least one label that is not -100")
+        if self.finished:
+            raise EmuError(
+                "the gradients are finished already: a second division would shrink them", "zero_grad() first"
+            )
+        for gradients in self.gradients[self._reduced :]:
+            gradients.reduce()
+        self._reduced = 0
+        self._look_for_unused()
+        for gradients in self.gradients:
+            gradients.finish(tokens)
+        self.finished = True
+
+    def forget(self) -> None:
+        """Before a new step."""
+        for gradients in self.gradients:
+            gradients.forget()
+        self.finished, self.scaled_by = False, UNKNOWN
