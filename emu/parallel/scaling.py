@@ -35,7 +35,8 @@ class LossScale:
     def belongs_to(self, user: Any) -> None:
         """Notes on whose `rank` it is.
 
-        Raises             EmuError: another rank of this process uses it: every step would change it once for each.
+        Raises:
+            EmuError: another rank of this process uses it: every step would change it once for each.
         """
         other = self._user()
         if other is not None and other.rank is not user.rank:
