@@ -39,7 +39,7 @@ class LossScale:
             EmuError: another rank of this process uses it: every step would change it once for each.
         """
         other = self._user()
-        if other is not None and other.rank is not user.rank:
+        if other is not None and other.rank != user.rank:  # the same rank of a launch that failed may still be around
             raise EmuError(
                 f"ranks {other.rank} and {user.rank} share one LossScale, which would change once for each of them in a step",
                 "make it within the program, so that every rank has its own",
