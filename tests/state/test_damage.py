@@ -79,6 +79,14 @@ def test_any_changed_byte_that_is_read_is_told(whole, copy, data, file):
         shutil.copy(whole / file, copy / file)
 
 
+def test_a_changed_number_in_the_index_is_told(whole, tmp_path):
+    path = shutil.copytree(whole, tmp_path / "c")
+    text = (path / INDEX).read_text()
+    assert '"step":1' in text
+    (path / INDEX).write_text(text.replace('"step":1', '"step":2'))
+    assert "it is not what was written" in refused(path, INDEX)
+
+
 @pytest.mark.parametrize("at", [0, 7, 8, 20])
 def test_a_changed_byte_of_a_header_is_told(whole, tmp_path, at):
     path = shutil.copytree(whole, tmp_path / "c")
