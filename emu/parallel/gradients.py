@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from emu.parallel.shards import Shards
+from emu.parallel.shards import Shards, first
 
 
 class Gradients:
@@ -116,7 +116,7 @@ class Gradients:
         if stage < 2:
             own = self._whole[shards.first : shards.first + shards.real]
             if result.untyped_storage()._cdata != own.untyped_storage()._cdata:  # addresses mean nothing in a shape run
-                own.copy_(result[: shards.real])
+                own.copy_(first(result, shards.real))
             self._summed = True
             self._filled.update(range(len(self._views)))
             for i, p in enumerate(shards.parameters):
@@ -125,9 +125,9 @@ class Gradients:
         if self._part is None:
             self._part = torch.zeros(shards.slots, dtype=shards.dtypes.grad, device=self._whole.device)
             shards.place.rank.account(self._part, "gradients", shards.name)
-            self._part[: shards.real].copy_(result[: shards.real])
+            first(self._part, shards.real).copy_(first(result, shards.real))
         else:
-            self._part[: shards.real].add_(result[: shards.real])
+            first(self._part, shards.real).add_(first(result, shards.real))
         self._whole, self._views = None, []
         self._filled.clear()
         self._hide()
@@ -140,7 +140,7 @@ class Gradients:
         """This rank's part of the sum, without padding; at stage 0 all of it."""
         shards = self.shards
         if self._part is not None:
-            return self._part[: shards.real]
+            return first(self._part, shards.real)
         assert self._whole is not None
         return self._whole[shards.first : shards.first + shards.real]
 
@@ -177,10 +177,11 @@ class Gradients:
         length = max(span.at + span.length for span, _ in stepped)
         if length > len(given):
             given = torch.cat([given, given.new_zeros(length - len(given))])
-        for span, p in stepped:
+        pieces = first(given, length).split([span.length for span, _ in stepped])  # end to end, from the first on
+        for (span, p), piece in zip(stepped, pieces):
             if span.index not in self.nowhere:
-                p.grad = given[span.at : span.at + span.length]
-        return given[: shards.real]
+                p.grad = piece
+        return first(given, shards.real)
 
     def release(self) -> None:
         """After the step: the optimizer's parameters hold on to gradients no longer."""

@@ -118,8 +118,8 @@ class Shards:
 
     def cut(self, vector: Tensor) -> list[Tensor]:
         """Views of a whole vector, one per parameter, in its shape."""
-        pieces = zip(self.flat.offsets, self.flat.offsets[1:], self.flat.shapes)
-        return [vector[start:end].view(shape) for start, end, shape in pieces]
+        pieces = vector.split([end - start for start, end in zip(self.flat.offsets, self.flat.offsets[1:])])
+        return [piece.view(shape) for piece, shape in zip(pieces, self.flat.shapes)]
 
     def _own_of(self, whole: Tensor) -> Tensor:
         return whole[self.first : self.first + self.real]
@@ -134,7 +134,7 @@ class Shards:
         self._whole.untyped_storage().resize_(self._bytes)
         if self.flat.owner is not None and self.real:
             self._whole.copy_(self._shard)
-        self._coming = self._spread(self._shard[: self.real], self._whole)
+        self._coming = self._spread(first(self._shard, self.real), self._whole)
 
     def _spread(self, own: Tensor, whole: Tensor) -> Any:
         """Every rank's part to every rank: by all-gather, or from the one rank that has it all."""
@@ -191,6 +191,11 @@ class Shards:
         if self._master is not None or self._shard is not None:
             return self._master if self._master is not None else self._shard
         return self._own_of(self._whole) if self._whole is not None else None
+
+    @property
+    def is_a_copy(self) -> bool:
+        """Whether whole parameters are copies of what the optimizer works on."""
+        return self._master is not None or self._shard is not None
 
     @property
     def in_place(self) -> bool:
@@ -255,3 +260,8 @@ class Shards:
         """Whole tensors by name, from every rank's part of a vector."""
         whole = self.place.group.all_gather(own, sizes=self.flat.cuts, name=f"whole {self.name}")
         return dict(zip(self.flat.names, self.cut(whole)))
+
+
+def first(vector: Tensor, length: int) -> Tensor:
+    """Its first elements; without a view of all where that is all, since views cost time, too."""
+    return vector if len(vector) == length else vector[:length]

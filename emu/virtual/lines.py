@@ -18,9 +18,14 @@ _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _FILES: dict[tuple[str, ...], dict[str, str]] = {}  # what to call a file in messages; "" if it is not the user's
 
 
-def user_frame(inside: tuple[str, ...] = _INSIDE) -> FrameType | None:
-    """The innermost frame that is neither emu's nor torch's; None when no program runs on this thread."""
-    frame = sys._getframe(1)
+def user_frame(inside: tuple[str, ...] = _INSIDE, above: int = 1) -> FrameType | None:
+    """The innermost frame that is neither emu's nor torch's; None when no program runs on this thread.
+
+    Args:
+        inside: where emu's own code is.
+        above: how many frames, from this function's on, need not be looked at.
+    """
+    frame = sys._getframe(above)
     files = _FILES.get(inside)
     if files is None:
         files = _FILES.setdefault(inside, {})
@@ -36,9 +41,9 @@ def user_frame(inside: tuple[str, ...] = _INSIDE) -> FrameType | None:
     return None
 
 
-def user_line(inside: tuple[str, ...] = _INSIDE) -> str:
+def user_line(inside: tuple[str, ...] = _INSIDE, above: int = 1) -> str:
     """Where the user's program stands: "file.py:12"."""
-    frame = user_frame(inside)
+    frame = user_frame(inside, above + 1)
     return "unknown" if frame is None else f"{_FILES[inside][frame.f_code.co_filename]}:{frame.f_lineno}"
 
 

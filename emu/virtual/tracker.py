@@ -21,7 +21,7 @@ from emu.virtual.device import VirtualDevice
 from emu.virtual.kernel import Inner, OneKernel, name_of
 from emu.virtual.lines import user_line
 from emu.virtual.shapes import META, only_moves, without_values
-from emu.virtual.streams import Use, Uses, check_use
+from emu.virtual.streams import Use, Uses, check_use, extent
 from emu.virtual.tensors import Tensors
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ _PLAIN = frozenset({int, float, bool, type(None), torch.dtype, torch.device, tor
 _STATES = ("zeros_like", "zeros", "lift_fresh")
 _node = torch._C._current_autograd_node
 _grad = torch.is_grad_enabled
+_new = tuple.__new__  # a named tuple's own constructor takes twice as long
 
 
 class Tracker(Tensors, TorchDispatchMode):
@@ -60,9 +61,9 @@ class Tracker(Tensors, TorchDispatchMode):
         ledger = self.ledger
         if op.views and not kwargs and not self._meta:  # more than half of all ops: nothing runs, and nothing new lives
             t = args[0]
-            if type(t) is Tensor and (self._backward or _node() is None):
+            if (self._backward or _node() is None) and isinstance(t, Tensor):
                 block = getattr(t.untyped_storage(), "_emu", None)
-                if block is not None and block.ledger is ledger:
+                if block is not None and block.ledger is ledger and (type(t) is Tensor or block.watched):
                     return op.call(*args)
         if self._meta:
             if only_moves(op, args, kwargs):
@@ -72,9 +73,11 @@ class Tracker(Tensors, TorchDispatchMode):
         inputs: list[Tensor] = []
         for a in args:
             kind = type(a)
-            if kind in _PLAIN:
+            if kind is Tensor:
+                inputs.append(a)
+            elif kind in _PLAIN:
                 continue
-            if kind is Tensor or isinstance(a, Tensor):
+            elif isinstance(a, Tensor):
                 inputs.append(a)
             elif kind is list or kind is tuple:
                 inputs.extend(t for t in a if isinstance(t, Tensor))
@@ -176,7 +179,7 @@ class Tracker(Tensors, TorchDispatchMode):
             flops, moved, dims = op.count(args, outputs) if op.count is not None else default_work(inputs, outputs)
             dtype = (outputs or inputs)[0].dtype
             dtype_name = name_of(dtype)
-            event = tuple.__new__(Kernel, (op.name, scope, phase, flops, moved, dtype_name, dims, stream.name))
+            event = _new(Kernel, (op.name, scope, phase, flops, moved, dtype_name, dims, stream.name))
             self._events.append(event)
             if device.clock is not None:
                 device.clock.kernel(event)
@@ -184,13 +187,23 @@ class Tracker(Tensors, TorchDispatchMode):
 
     def _order(self, op: Op, inputs: list[Tensor], outputs: Any, written: Sequence[Tensor], stream: Any) -> None:
         """Several streams are in use: notes who touches what, and raises on a race."""
-        stream.tick += 1
-        device, name = self.device, op.name
-        line = user_line()
+        stream.tick = tick = stream.tick + 1
+        device, name, own = self.device, op.name, stream.name
+        line = user_line(above=3)
         for t in inputs:
             block = getattr(t.untyped_storage(), "_emu", None)
-            if block is not None:
-                check_use(device, block, stream, t, any(t is w for w in written) if written else False, name, line)
+            if block is None:
+                continue
+            writes = any(t is w for w in written) if written else False
+            uses = block.uses
+            if (
+                uses is not None and uses.alone and uses.owner == own and len(uses) < uses.most
+            ):  # as check_use, in short
+                size = t.nbytes
+                start, end = (0, size) if size == block.bytes and t.is_contiguous() else extent(t)
+                uses.append(_new(Use, (own, tick, start, end, writes, name, line)))
+            else:
+                check_use(device, block, stream, t, writes, name, line)
         for t in outputs:
             block = getattr(t.untyped_storage(), "_emu", None)
             if block is not None and block.uses is None:
@@ -200,7 +213,7 @@ class Tracker(Tensors, TorchDispatchMode):
         """The current stream's memory, which it may write from its latest kernel on."""
         stream = self.device.stream_now
         block.uses = uses = Uses(stream.name)
-        uses.append(tuple.__new__(Use, (stream.name, stream.tick, 0, block.bytes, True, what, line)))
+        uses.append(_new(Use, (stream.name, stream.tick, 0, block.bytes, True, what, line)))
 
     # One kernel out of many ops.
 
