@@ -1,12 +1,12 @@
-"""Which parameters travel together: buckets by bytes for gradients, units by module for whole parameters."""
+"""Which parameters belong together: buckets by bytes for gradients, units by module, an optimizer's groups by name."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from emu.spmd import EmuError
 
@@ -95,3 +95,39 @@ def _entries(module: nn.Module, path: str) -> Iterator[str]:
                 yield below
         else:
             yield from _entries(child, below)
+
+
+def members_of(model: nn.Module, groups: Sequence[Mapping[str, Any]] | None) -> dict[str, int]:
+    """Parameter name -> number of its group in an optimizer.
+
+    Args:
+        groups: dicts with "params": names, with * for any characters, or parameters of the model; None makes one of all.
+
+    Raises:
+        EmuError: a group that names nothing of the model, or a parameter in two groups.
+    """
+    names = [name for name, _ in model.named_parameters()]
+    if groups is None:
+        return dict.fromkeys(names, 0)
+    by_id = {id(p): name for name, p in model.named_parameters()}
+    members: dict[str, int] = {}
+    for number, group in enumerate(groups):
+        given = group.get("params", ())
+        for one in [given] if isinstance(given, (str, Tensor)) else given:
+            found = (
+                [by_id[id(one)]]
+                if id(one) in by_id
+                else [n for n in names if isinstance(one, str) and fnmatchcase(n, one)]
+            )
+            if not found:
+                what = repr(one) if isinstance(one, str) else f"a {type(one).__name__}"
+                raise EmuError(
+                    f"parameter group {number} has {what}, which is no parameter of the model",
+                    f"name parameters, with * for any characters: {', '.join(names[:6])}, ...",
+                )
+            for name in found:
+                if members.setdefault(name, number) != number:
+                    raise EmuError(
+                        f"parameter {name!r} is in groups {members[name]} and {number}", "put it in one of them"
+                    )
+    return members

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from emu.parallel.grouping import members_of
 from emu.parallel.scaling import DIVIDED, UNKNOWN, LossScale
 from emu.parallel.shards import Shards
 from emu.parallel.state.piece import Piece
@@ -85,7 +85,7 @@ class Optimizer:
             scale.belongs_to(summing)
         self.summing, self.clip, self.norm, self.scale = summing, clip, norm, scale
         self._vectors: list[Shards] = [g.shards for g in summing.gradients]
-        self.torch = kind(self._grouped(_members(model, groups), groups), **options)
+        self.torch = kind(self._grouped(members_of(model, groups), groups), **options)
         self._begun = False  # whether there was a step
         self._made: list[nn.Parameter] = []  # those whose states are there only because somebody asked for them
 
@@ -206,7 +206,7 @@ class Optimizer:
                     if not isinstance(value, Tensor):
                         continue
                     if value.dim() == 0:
-                        out.setdefault(key, []).append(Piece(shards.flat.names[span.index], (1,), 0, value.view(1)))
+                        out.setdefault(key, []).append(Piece(shards.flat.names[span.index], (), 0, value.view(1)))
                     else:
                         out.setdefault(key, []).append(shards.piece(span, value.view(-1)[: span.length]))
         return out
@@ -274,32 +274,3 @@ class Optimizer:
             group.update(saved)
         if self.scale is not None and scalars.get("scale") is not None:
             self.scale.load(scalars["scale"])
-
-
-def _members(model: nn.Module, groups: Sequence[Mapping[str, Any]] | None) -> dict[str, int]:
-    """Parameter name -> number of its group."""
-    names = [name for name, _ in model.named_parameters()]
-    if groups is None:
-        return dict.fromkeys(names, 0)
-    by_id = {id(p): name for name, p in model.named_parameters()}
-    members: dict[str, int] = {}
-    for number, group in enumerate(groups):
-        given = group.get("params", ())
-        for one in [given] if isinstance(given, (str, Tensor)) else given:
-            found = (
-                [by_id[id(one)]]
-                if id(one) in by_id
-                else [n for n in names if isinstance(one, str) and fnmatchcase(n, one)]
-            )
-            if not found:
-                what = repr(one) if isinstance(one, str) else f"a {type(one).__name__}"
-                raise EmuError(
-                    f"parameter group {number} has {what}, which is no parameter of the model",
-                    f"name parameters, with * for any characters: {', '.join(names[:6])}, ...",
-                )
-            for name in found:
-                if members.setdefault(name, number) != number:
-                    raise EmuError(
-                        f"parameter {name!r} is in groups {members[name]} and {number}", "put it in one of them"
-                    )
-    return members

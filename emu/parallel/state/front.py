@@ -189,17 +189,5 @@ def _tensors(dist: Distributed, optimizer: Stepping | None) -> dict[str, Sequenc
         for name, buffer in dist.model.named_buffers()
         if name in kept
     ]
-    return {PARAMETERS: dist.pieces(), BUFFERS: buffers, **_states(dist, optimizer)}
-
-
-def _states(dist: Distributed, optimizer: Stepping | None) -> dict[str, list[Piece]]:
-    """The optimizer's states. A state that is one number has no dimensions, whatever the layout: as torch saves it."""
-    if optimizer is None:
-        return {}
-    shapes = {name: shape for shards in dist.vectors for name, shape in zip(shards.flat.names, shards.flat.shapes)}
-    return {
-        key: [
-            p._replace(shape=()) if p.shape == (1,) and (key == "step" or shapes[p.name] != (1,)) else p for p in pieces
-        ]
-        for key, pieces in optimizer.pieces().items()
-    }
+    states = {} if optimizer is None else optimizer.pieces()
+    return {PARAMETERS: dist.pieces(), BUFFERS: buffers, **states}
