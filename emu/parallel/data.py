@@ -138,6 +138,13 @@ class DataParallel:
             EmuError: no tokens; gradients that were finished before; or a parameter without a gradient, unless
                 find_unused was said.
         """
+        for shards in self.vectors:
+            if not shards.trainable and any(p.grad is not None for p in shards.parameters):
+                name = next(n for n, p in zip(shards.flat.names, shards.parameters) if p.grad is not None)
+                raise EmuError(
+                    f"{name} has a gradient, but was frozen when DataParallel took the model over: no rank would sum it",
+                    "call requires_grad_() before DataParallel(model, ...)",
+                )
         self.summing.finish(tokens)
 
     def zero_grad(self) -> None:
@@ -198,11 +205,24 @@ class DataParallel:
 
     @contextmanager
     def gathered(self) -> Iterator[nn.Module]:
-        """Within it all parameters are whole on every rank, to be read. Every rank must enter it."""
+        """Within it all parameters are whole on every rank, to be read. Every rank must enter it.
+
+        Raises:
+            EmuError: they were written, which the shards, or copies in another precision, would not notice.
+        """
         if self._gathering is not None:
             self._gathering.arrive_all()
+        parameters = [(n, p) for s in self.vectors if s.is_a_copy for n, p in zip(s.flat.names, s.parameters)]
+        before = [p._version for _, p in parameters]
         try:
             yield self.model
+            written = [name for (name, p), version in zip(parameters, before) if p._version != version]
+            if written:
+                raise EmuError(
+                    f"{written[0]} was written within gathered(), which is for reading: the optimizer has its own copy",
+                    "load values into the model before DataParallel takes it over (rank 0's count), "
+                    "or with emu.parallel.state.load",
+                )
         finally:
             if self._gathering is not None:
                 self._gathering.free_all()

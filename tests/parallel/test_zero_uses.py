@@ -18,6 +18,7 @@ from .zoo import (
     SAME,
     STAGES,
     Base,
+    Frozen,
     Outside,
     Plain,
     SideOutput,
@@ -317,3 +318,37 @@ def test_a_loss_that_leaves_its_unit_unseen_is_told():
 
     with pytest.raises(emu.EmuError, match=r"whose memory was freed|before it was gathered again"):
         launched(Unseen, {"zero": 3, "prefetch": 0})
+
+
+@every_way
+@pytest.mark.parametrize("precision", [None, "bf16-mixed"])
+def test_values_written_while_gathered_count_or_are_told(precision, how):
+    values = made(Plain, seed=5).state_dict()
+
+    def program(rank):
+        dist = emu.DataParallel(made(Plain), rank, "dp", precision=precision, **how)
+        with dist.gathered() as model:
+            model.load_state_dict(values)
+        return dist.gather_parameters()
+
+    if how["zero"] == 3 or precision is not None:
+        with pytest.raises(
+            emu.EmuError, match=r"\w+ was written within gathered.*\n.*before DataParallel takes it"
+        ):
+            emu.launch(program, emu.Mesh(dp=4))
+        return
+    for found in emu.launch(program, emu.Mesh(dp=4)).results:
+        assert all(torch.equal(found[name], values[name]) for name in values)
+
+
+@every_way
+def test_what_is_unfrozen_later_is_told(how):
+    def program(rank):
+        dist = emu.DataParallel(made(Frozen), rank, "dp", **how)
+        dist.model.layers[0].weight.requires_grad_()
+        dist.backward(BATCHES[0])
+
+    with pytest.raises(
+        emu.EmuError, match=r"layers\.0\.weight has a gradient, but was frozen.*\n.*requires_grad_\(\) before"
+    ):
+        emu.launch(program, emu.Mesh(dp=4))
