@@ -32,7 +32,8 @@ class DataParallel:
     """A model under data parallelism. It is no module: `.model` is.
 
     Args:
-        model: a plain module with `loss_sum(x, y)`. Its parameters are taken over: rank 0's values count on every rank.
+        model: a plain module with `loss_sum(x, y)`. Its parameters are taken over: rank 0's values count on every
+            rank, of buffers, too. Later every rank has its own buffers: see `synchronize_statistics` for batch norms.
         rank: the rank it runs on.
         axes: the mesh axes that cut the batch.
         zero: what is sharded over them: 0 nothing (DDP), 1 optimizer states, 2 gradients too, 3 parameters too (FSDP).

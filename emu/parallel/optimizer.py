@@ -43,7 +43,8 @@ class Optimizer:
         kind: the optimizer's class, torch.optim.AdamW or another.
         groups: parameter groups: dicts with "params", names (with * for any characters) or the model's parameters, and
             options. What no group names is not trained. None makes one group of all.
-        clip: the largest norm that all gradients together may have; None does not clip.
+        clip: the largest norm that all gradients together may have; None does not clip. (torch's own clip_grad_norm_ finds
+            whole gradients at zero=0 only.)
         norm: 2.0 or inf.
         scale: a LossScale that the loss was multiplied by.
         options: further arguments of `kind`.
@@ -169,6 +170,7 @@ class Optimizer:
         """The norm of all gradients, every parameter counted once, on every rank."""
         parts: dict[bool, Tensor] = {}  # of those that are cut over ranks, and of those that every rank holds whole
         for g, vector in zip(given, self.summing.gradients):
+            g = torch.view_as_real(g) if g.is_complex() else g
             g = g.to(torch.promote_types(g.dtype, torch.float32))  # squares of half numbers overflow at 256
             if self.norm == 2.0:
                 part = (g * g).sum()

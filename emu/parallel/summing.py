@@ -72,7 +72,8 @@ class Summing:
         if self.finished:
             raise EmuError(
                 "a backward would add to gradients that are divided already",
-                "call zero_grad() after the step (the optimizer's, or this model's), before the next backward",
+                "call zero_grad() after the step: this model's, its optimizer's, or that of torch's own which sets gradients to "
+                "None",
             )
         task = torch._C._current_graph_task_id()
         if self._in_backward == task:  # of a sum of several losses this is not the first

@@ -424,3 +424,26 @@ def test_optimizers_that_look_at_whole_parameters_are_refused_shards(kind):
 def test_moments_in_another_dtype_than_the_master_copy_are_refused():
     roles = emu.Precision(param="bf16", master="fp32", moments="bf16")
     refused(sgd, r"moments in torch.bfloat16 beside a master copy in torch.float32.*\n.*same dtype", precision=roles)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+@pytest.mark.parametrize("norm", [2.0, float("inf")])
+def test_a_complex_gradients_norm_is_that_of_its_parts(zero, norm):
+    class Phases(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = torch.nn.Parameter(torch.tensor([3 + 4j, 1 - 2j, 2j]))
+
+        def loss_sum(self, x, y):
+            return (self.w.real * x[:, :1] + self.w.imag * x[:, 1:]).sum() / 3
+
+    x = torch.tensor([[3.0, 4.0]])
+
+    def program(rank):
+        dist = emu.DataParallel(Phases(), rank, "dp", zero=zero)
+        optimizer = dist.optimizer(torch.optim.SGD, lr=0.1, clip=1.0, norm=norm)
+        dist.backward(emu.Batch(x, torch.zeros(1, 1)))
+        return float(optimizer.step().norm)
+
+    expected = (3 * (1 + 16 / 9)) ** 0.5 if norm == 2.0 else 4 / 3
+    assert emu.launch(program, emu.Mesh(dp=2)).results[0] == pytest.approx(expected, rel=1e-5)

@@ -332,9 +332,7 @@ def test_values_written_while_gathered_count_or_are_told(precision, how):
         return dist.gather_parameters()
 
     if how["zero"] == 3 or precision is not None:
-        with pytest.raises(
-            emu.EmuError, match=r"\w+ was written within gathered.*\n.*before DataParallel takes it"
-        ):
+        with pytest.raises(emu.EmuError, match=r"\w+ was written within gathered.*\n.*before DataParallel takes it"):
             emu.launch(program, emu.Mesh(dp=4))
         return
     for found in emu.launch(program, emu.Mesh(dp=4)).results:
