@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from emu.parallel.grouping import members_of
+from emu.parallel.options import option_of, plain_option
 from emu.parallel.scaling import DIVIDED, UNKNOWN, LossScale
 from emu.parallel.shards import Shards
 from emu.parallel.state.piece import Piece
@@ -252,16 +253,23 @@ class Optimizer:
                 del self.torch.state[parameter]
 
     def scalars(self) -> dict[str, Any]:
-        """What else makes up the state: options of every group, and the loss scale. Plain numbers and texts."""
-        plain = (int, float, str, bool, type(None))
+        """What else makes up the state: options of every group, and the loss scale. Data that comes back from JSON.
+
+        Raises:
+            EmuError: an option that is no plain data (see `plain_option`).
+        """
         groups = [
-            {key: value for key, value in group.items() if isinstance(value, plain)}
-            for group in self.torch.param_groups
+            {
+                key: plain_option(value, f"option {key!r} of parameter group {number}")
+                for key, value in group.items()
+                if key != "params"
+            }
+            for number, group in enumerate(self.torch.param_groups)
         ]
         return {"groups": groups, "scale": None if self.scale is None else self.scale.state()}
 
     def load_scalars(self, scalars: Mapping[str, Any]) -> None:
-        """Takes over what `scalars` returned.
+        """Takes over what `scalars` returned. Options that are tensors keep their place, and get the number that was saved.
 
         Raises:
             EmuError: another number of groups.
@@ -273,6 +281,6 @@ class Optimizer:
                 "make the optimizer with the groups that it was saved with",
             )
         for group, saved in zip(self.torch.param_groups, groups):
-            group.update(saved)
+            group.update({key: option_of(value, group.get(key)) for key, value in saved.items()})
         if self.scale is not None and scalars.get("scale") is not None:
             self.scale.load(scalars["scale"])
