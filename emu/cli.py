@@ -21,6 +21,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+SEQ = 32  # tokens in a sequence, where nobody says
 TOO_LARGE = 300_000_000  # parameters that are still verified with real numbers on a laptop
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output, and nothing else there.")]
 
@@ -91,7 +92,12 @@ def verify(
     ] = None,
     precision: Annotated[str, typer.Option(help="With --model: fp32, bf16-mixed or fp16-scaled.")] = "bf16-mixed",
     global_batch: Annotated[int, typer.Option(help="With --model: sequences in the batch.")] = 8,
-    seq: Annotated[int, typer.Option(help="With --model: tokens in a sequence.")] = 32,
+    seq: Annotated[
+        int | None,
+        typer.Option(
+            help="With --model: tokens in a sequence.", show_default=f"{SEQ}, or what the model takes if less"
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(help="With --model: of weights and data.")] = 0,
     tier: Annotated[str, typer.Option(help="exact, float64 or float32.")] = "exact",
     mutants: Annotated[str, typer.Option(help="none, sampled, all, or a number.")] = "sampled",
@@ -113,6 +119,7 @@ def verify(
             checked = (load(program), Mesh(**parse_mesh(mesh)), load(reference))
             verdict = check(*checked, tier=tier, mutants=mutants, progress=progress)
         elif model is not None and program is None and reference is None:
+            make, most = _model(model, seed)
             plan = Plan(
                 mesh,
                 zero,
@@ -122,11 +129,11 @@ def verify(
                 microbatches,
                 micro_batch,
                 global_batch,
-                seq,
+                seq if seq is not None else min(SEQ, most),
                 precision,
                 seed,
             )
-            verdict = verify_plan(_model(model, seed), plan, None, tier, mutants, progress)
+            verdict = verify_plan(make, plan, None, tier, mutants, progress)
         else:
             raise EmuError(
                 "verify needs either --model, or --program together with --reference",
@@ -213,10 +220,14 @@ def run(
     if table is not None:
         console.print(table.rich())
     for rank, result in enumerate(shown[:4]):
-        console.print(f"rank {rank} returned {result!s:.200}", markup=False, highlight=False)
+        console.print(f"rank {rank} returned {_cut(str(result))}", markup=False, highlight=False)
     if len(shown) > 4:
         console.print(f"(and {len(shown) - 4} more ranks: see --json)", markup=False, highlight=False)
     return DONE
+
+
+def _cut(text: str, most: int = 200) -> str:
+    return text if len(text) <= most else text[: most - 3] + "..."
 
 
 def _refuse_with_real(simulated: dict[str, str], axes: dict[str, int], n: int | None) -> None:
@@ -241,7 +252,8 @@ def _refuse_with_real(simulated: dict[str, str], axes: dict[str, int], n: int | 
         )
 
 
-def _model(text: str, seed: int) -> Callable[[], Any]:
+def _model(text: str, seed: int) -> tuple[Callable[[], Any], int]:
+    """A function that makes the model, and the most tokens that a sequence of its may have."""
     from emu.models import Decoder, config
     from emu.spmd import EmuError
 
@@ -254,14 +266,15 @@ def _model(text: str, seed: int) -> Callable[[], Any]:
                 "give the module a `config` with `vocab` (and `seq`, the most tokens in a sequence), or write the two "
                 "programs yourself, and use --program and --reference",
             )
-        return make
+        most = getattr(getattr(made, "config", None), "seq", SEQ)
+        return make, most if isinstance(most, int) else SEQ
     chosen = config(text)
     if chosen.n_params() > TOO_LARGE:
         raise EmuError(
             f"{text} has {chosen.n_params():,} parameters: too many to compute with here",
             "verify a smaller model of the same form, e.g. gpt-tiny or llama-tiny: equality does not depend on size",
         )
-    return lambda: Decoder(chosen, seed=seed)
+    return lambda: Decoder(chosen, seed=seed), chosen.seq
 
 
 def _cluster(text: str | None) -> Any:
