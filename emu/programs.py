@@ -104,7 +104,9 @@ def failure_of(error: BaseException) -> Failure:
         return Failure(error.format_message(), "see emu --help")  # type: ignore[attr-defined]
     if hasattr(error, "hint"):
         hint = str(error.hint)  # type: ignore[attr-defined]
-        return Failure(getattr(error, "message", str(error).replace(hint, "").strip()), hint, code)
+        before = str(error).partition(hint)[0] if hint else str(error)  # what leads to the hint stays out, too
+        what = getattr(error, "message", before.removesuffix("hint: ").removesuffix("What to do: ").strip())
+        return Failure(what, hint, code)
     line = _line_of(error)
     what = f"{type(error).__name__}: {error}" + (f" ({line})" if line else "")
     if code == FALSE:

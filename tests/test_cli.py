@@ -80,6 +80,25 @@ class Bigrams(torch.nn.Module):
 def bigrams():
     return Bigrams(vocab=11, seq=6)
 
+class Recurrent(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.gru = torch.nn.Embedding(11, 4), torch.nn.GRU(4, 11, batch_first=True)
+        self.config = SimpleNamespace(vocab=11, seq=6)
+
+    def loss_sum(self, x, y):
+        return cross_entropy(self.gru(self.table(x))[0].flatten(0, 1), y.flatten(), reduction="sum")
+
+def recurrent():
+    return Recurrent()
+
+def long():
+    return Bigrams(vocab=11, seq=64)
+
+def tells_much(rank):
+    return "x" * 200 + "y" * rank.id
+
 def bigrams_of_what():
     return Bigrams()
 
@@ -294,6 +313,50 @@ def test_a_model_of_ones_own_is_verified(capsys, programs):
     assert code == 0 and said["n_parameters"] == 1
     _, said = answer(capsys, "verify", "--model", f"{programs}:bigrams_of_what")
     assert "vocab" in said["hint"] and "--reference" in said["hint"]
+
+
+def test_sequences_are_no_longer_than_the_model_takes_unless_asked_for(capsys, programs, monkeypatch):
+    import emu.equivalence
+
+    seen = []
+    verify = emu.equivalence.verify
+    monkeypatch.setattr(emu.equivalence, "verify", lambda m, plan, *a: seen.append(plan.seq) or verify(m, plan, *a))
+    few = ("--mesh", "dp=2", "--global-batch", "2", "--mutants", "none")
+    for name in ("bigrams", "long"):
+        assert answer(capsys, "verify", "--model", f"{programs}:{name}", *few)[0] == 0
+    assert answer(capsys, "verify", "--model", f"{programs}:long", *few, "--seq", "40")[0] == 0
+    assert seen == [6, 32, 40]
+    code, said = answer(capsys, "verify", "--model", f"{programs}:bigrams", *few, "--seq", "32")
+    assert code == 2 and "at most 6" in said["error"]
+    monkeypatch.setenv("COLUMNS", "250")
+    assert "default: (32, or what the model takes if less)" in command(capsys, "verify", "--help")[1]
+
+
+def test_an_operation_without_an_exact_rule_is_told_apart_from_what_to_do(capsys, programs):
+    few = ("--model", f"{programs}:recurrent", "--mesh", "dp=2", "--global-batch", "2", "--mutants", "none")
+    code, _, err = command(capsys, "verify", *few)
+    said, hint = err.strip().splitlines()[-2:]
+    assert code == 2 and said.startswith("error: aten.") and "What to do" not in err
+    assert said.endswith("how to make that sum exact") and hint.startswith(" hint: use tier='float64'")
+    assert "--tier float64" in hint
+    assert answer(capsys, "verify", *few, "--tier", "float64")[0] == 0  # and that holds
+
+
+def test_an_error_without_a_message_of_its_own_leaves_no_hole():
+    from emu.programs import failure_of
+
+    for said in ("no record\n  hint: look", "no record. What to do: look."):
+        error = ValueError(said)
+        error.hint = "look"  # type: ignore[attr-defined]
+        assert failure_of(error).error.removesuffix(".") == "no record" and failure_of(error).hint == "look"
+    error.hint = ""  # type: ignore[attr-defined]
+    assert failure_of(error).error == str(error)
+
+
+def test_a_long_result_is_cut_where_one_sees_it(capsys, programs):
+    _, out, _ = command(capsys, "run", f"{programs}:tells_much", "--mesh", "dp=2")
+    text = out.replace("\n", "")
+    assert "x" * 200 in text and "x" * 197 + "..." in text and "y" not in text.partition("rank 0 returned")[2]
 
 
 def test_a_report_that_cannot_be_written_costs_no_training(capsys, tmp_path, monkeypatch):

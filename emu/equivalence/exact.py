@@ -47,15 +47,16 @@ MANTISSA_BITS = 53
 
 
 class NotFloat64(TypeError):
-    """A narrower floating-point tensor from outside that is written to or trained. Fields: op, dtype, hint (str)."""
+    """A narrower floating-point tensor from outside that is written to or trained. Fields: op, dtype, message, hint (str)."""
 
     def __init__(self, op: str, dtype: torch.dtype, use: str = "writes into"):
         self.op, self.dtype = op, dtype
         self.hint = "make the tensor inside the program, or convert it first with .double() (a module: module.double())"
-        super().__init__(
+        self.message = (
             f"{op} {use} a {dtype} tensor that was made outside the exact tier, where all real numbers are "
-            f"float64: the exact result would be cut to fewer bits. What to do: {self.hint}."
+            "float64: the exact result would be cut to fewer bits"
         )
+        super().__init__(f"{self.message}. What to do: {self.hint}.")
 
 
 @dataclass(frozen=True)

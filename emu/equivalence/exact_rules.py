@@ -30,16 +30,17 @@ def tag_of(x: torch.Tensor) -> int:
 class NoExactRule(RuntimeError):
     """An operation that may sum inside, and for which the exact tier has no rule.
 
-    Fields: op (str, the operation's name) and hint (str, what to do).
+    Fields: op (str, the operation's name), message (str, what is wrong) and hint (str, what to do).
     """
 
     def __init__(self, op: str, why: str = "it may sum inside, and no rule says how to make that sum exact"):
         self.op = op
         self.hint = (
-            "use tier='float64' for this program; or write the operation with matrix products and sums, "
-            "which the exact tier knows; or run it inside rank.kernel(...) if it never sums over tokens"
+            "use tier='float64' for this program (--tier float64 on the command line); or write the operation with "
+            "matrix products and sums, which the exact tier knows; or run it inside rank.kernel(...) if it never sums over tokens"
         )
-        super().__init__(f"{op} cannot run in the exact tier: {why}. What to do: {self.hint}.")
+        self.message = f"{op} cannot run in the exact tier: {why}"
+        super().__init__(f"{self.message}. What to do: {self.hint}.")
 
 
 class Rule(NamedTuple):
