@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import traceback
@@ -10,7 +11,7 @@ import torch
 
 _EMU = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _INSIDE = tuple(os.path.join(_EMU, room) + os.sep for room in ("spmd", "real", "parallel", "equivalence", "trace"))
-_OTHERS = (*_INSIDE, os.path.dirname(os.path.abspath(torch.__file__)) + os.sep, "<frozen")
+_OTHERS = (*_INSIDE, os.path.dirname(os.path.abspath(torch.__file__)) + os.sep, "<frozen", contextlib.__file__)
 
 
 def user_line() -> str:

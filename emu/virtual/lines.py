@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -13,6 +14,7 @@ _EMU = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _MACHINERY = tuple(os.path.join(_EMU, room) + os.sep for room in ("spmd", "virtual"))
 _INSIDE = (*_MACHINERY, *(os.path.join(_EMU, room) + os.sep for room in ("parallel", "equivalence", "trace")))
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_PYTHON = ("<frozen", threading.__file__, contextlib.__file__)  # `with dist.gathered():` enters through contextlib
 
 
 _FILES: dict[tuple[str, ...], dict[str, str]] = {}  # what to call a file in messages; "" if it is not the user's
@@ -33,7 +35,7 @@ def user_frame(inside: tuple[str, ...] = _INSIDE, above: int = 1) -> FrameType |
         path = frame.f_code.co_filename
         name = files.get(path)
         if name is None:
-            ours = path.startswith((*inside, _TORCH, "<frozen", threading.__file__))
+            ours = path.startswith((*inside, _TORCH, *_PYTHON))
             name = files[path] = "" if ours else os.path.basename(path)
         if name:
             return frame

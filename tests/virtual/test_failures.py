@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import re
 import traceback
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import emu
 from emu import spmd
+from emu.real.lines import user_line as real_line
 from emu.spmd import (
     CollectiveError,
     CollectiveMismatch,
@@ -24,6 +27,7 @@ from emu.spmd import (
     RankLeft,
 )
 from emu.virtual.launch import run_virtual
+from emu.virtual.lines import user_line as virtual_line
 
 HERE = r"test_failures\.py:\d+"
 
@@ -127,6 +131,30 @@ def test_message_halves_that_differ():
 
 
 # Ranks that wait for each other.
+
+
+def test_a_deadlock_inside_of_a_with_names_the_line_of_the_with():
+    model = type("Model", (torch.nn.Linear,), {"loss_sum": lambda self, x, y: self(x).sum()})
+
+    def program(rank):
+        dist = emu.DataParallel(model(4, 4), rank, zero=3)
+        if rank == 0:
+            with dist.gathered():
+                pass
+
+    dist_line = program.__code__.co_firstlineno + 3
+    error = fails(RankLeft, program, rf"test_failures\.py:{dist_line}\b")
+    assert "contextlib" not in str(error)
+
+
+@pytest.mark.parametrize("user_line", [virtual_line, real_line])
+def test_what_python_itself_does_for_a_with_is_not_the_users_line(user_line):
+    inside = str(Path(emu.__file__).parent / "parallel" / "made_up.py")
+    source = "@contextmanager\ndef entered():\n    yield user_line()\n"
+    names = {"contextmanager": contextmanager, "user_line": user_line}
+    exec(compile(source, inside, "exec"), names)
+    with names["entered"]() as line:
+        assert re.fullmatch(HERE, line)
 
 
 def test_a_deadlock_shows_who_waits_for_whom():
