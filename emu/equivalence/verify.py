@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from emu.equivalence.check import check
 from emu.equivalence.state import drops_out, name_of_dropout
 from emu.equivalence.verdict import Verdict
-from emu.parallel import Batch, Plan, as_batch, check_model, checked_plan, mesh_of, parallelize
+from emu.parallel import Batch, Plan, SyncBatchNorm, as_batch, check_model, checked_plan, mesh_of, parallelize
 from emu.spmd import EmuError, Mesh, PlanError, Rank, grads
 
 RATE = 0.1  # of the step that both sides take
@@ -58,7 +59,7 @@ def verify(
 
     def fresh() -> Any:
         if isinstance(model, nn.Module):
-            mine = copy.deepcopy(template).to(torch.get_default_dtype())
+            mine = _copied(template).to(torch.get_default_dtype())
             for p, trains in zip(mine.parameters(), trainable):
                 p.requires_grad_(trains)
             return mine
@@ -93,12 +94,39 @@ def verify(
 
     verdict = check(program, mesh, reference, tier=tier, mutants=mutants, progress=progress)
     verdict = replace(verdict, without_gradient=list({**idle, **dict.fromkeys(verdict.without_gradient)}))
-    if not verdict.equivalent and _is_mean(copy.deepcopy(made).to(torch.get_default_dtype()), data):
-        hint = (
-            "loss_sum returns a mean (a batch twice as long has the same loss): return the sum over labels that count"
-        )
+    if not verdict.equivalent and (hint := _cause(made, mesh, data)):
         verdict = replace(verdict, why="\n  hint: ".join([verdict.why.partition("\n  hint: ")[0], hint]))
     return verdict
+
+
+def _copied(module: nn.Module) -> nn.Module:
+    """A copy of a module. Tensors that are no parameters are copied by hand: deepcopy cannot while dtypes are widened."""
+    others = [value for m in module.modules() for value in (*m._buffers.values(), *vars(m).values())]
+    return copy.deepcopy(module, {id(value): value.clone() for value in others if isinstance(value, Tensor)})
+
+
+def _cause(model: nn.Module, mesh: Mesh, data: Batch) -> str:
+    """What about the model itself keeps its pieces of a batch from agreeing with the whole, and what to do; "" if nothing."""
+    if _is_mean(copy.deepcopy(model).to(torch.get_default_dtype()), data):
+        return (
+            "loss_sum returns a mean (a batch twice as long has the same loss): return the sum over labels that count"
+        )
+    if mesh.size > 1 and (found := _local_statistics(model)):
+        return (
+            f"{found} normalises every rank's rows by that rank's own statistics, another function than on one device: "
+            'call emu.parallel.synchronize_statistics(model, rank.group("dp")) before the model is distributed, in a '
+            "program(rank) that emu.check compares; or use a norm within rows, as LayerNorm"
+        )
+    return ""
+
+
+def _local_statistics(model: nn.Module) -> str:
+    """The first batch normalisation that computes statistics of a rank's rows alone, in words; "" if there is none."""
+    for name, module in model.named_modules():
+        local = isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm)
+        if local and (module.training or module.running_mean is None):
+            return f"{name or 'the model'}, a {type(module).__name__},"
+    return ""
 
 
 def _made(factory: Any) -> Any:

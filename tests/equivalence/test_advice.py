@@ -256,6 +256,56 @@ def test_a_check_that_fails_with_active_dropout_names_it(p):
     assert not found.equivalent and ("Dropout(p=0.5) draws random numbers" in found.why) == (p > 0)
 
 
+class Normalised(torch.nn.Module):
+    def __init__(self, norm):
+        super().__init__()
+        torch.manual_seed(0)
+        self.before, self.norm, self.after = torch.nn.Linear(3, 4), norm, torch.nn.Linear(4, 5)
+
+    def loss_sum(self, x, y):
+        out = self.after(self.norm(self.before(x)).tanh())
+        return torch.nn.functional.cross_entropy(out, y, reduction="sum")
+
+
+def test_a_batch_normalisation_of_every_rank_alone_is_told_with_its_cure():
+    g = torch.Generator().manual_seed(0)
+    xy = torch.randn(8, 3, generator=g), torch.randint(0, 5, (8,), generator=g)
+
+    def found(norm, ranks=2, **mode):
+        model = Normalised(norm).train(**mode)
+        return emu.verify(model, emu.Plan(f"dp={ranks}"), xy, tier="float64", mutants="none")
+
+    for norm in (torch.nn.BatchNorm1d(4), torch.nn.BatchNorm1d(4, track_running_stats=False)):
+        verdict = found(norm)
+        assert not verdict.equivalent and verdict.why.count("hint: ") == 1
+        assert "norm, a BatchNorm1d," in verdict.why and "synchronize_statistics(model, rank.group" in verdict.why
+    # Controls: one rank, evaluation, another norm.
+    assert found(torch.nn.BatchNorm1d(4), ranks=1) and found(torch.nn.LayerNorm(4))
+    assert found(torch.nn.BatchNorm1d(4), mode=False)
+
+
+def test_the_cure_of_local_statistics_cures():
+    g = torch.Generator().manual_seed(0)
+    x, y = torch.randn(8, 3, generator=g), torch.randint(0, 5, (8,), generator=g)
+
+    def reduced(rank, cure):
+        model = Normalised(torch.nn.BatchNorm1d(4)).to(torch.get_default_dtype())
+        if cure:
+            emu.parallel.synchronize_statistics(model, rank.group("dp"))
+        dist = emu.DataParallel(model, rank, "dp")
+        dist.backward((x.to(torch.get_default_dtype()), y))
+        return dist.gather_gradients()
+
+    def alone():
+        model = Normalised(torch.nn.BatchNorm1d(4)).to(torch.get_default_dtype())
+        (model.loss_sum(x.to(torch.get_default_dtype()), y) / 8).backward()
+        return {name: p.grad for name, p in model.named_parameters()}
+
+    for cure in (True, False):
+        program = lambda rank, cure=cure: reduced(rank, cure)  # noqa: E731
+        assert check(program, emu.Mesh(dp=2), alone, tier="float64", mutants="none").equivalent is cure
+
+
 class Mean(Unused):
     def loss_sum(self, x, y):
         return super().loss_sum(x, y) / len(x)
