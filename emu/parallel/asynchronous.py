@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from emu.parallel.batch import checked_plain, checked_rank
 from emu.spmd import EmuError, Rank, Work, wait_any
 
 
@@ -57,11 +58,14 @@ class ParameterServer:
             step by step together. None sets no bound.
 
     Raises:
-        EmuError: a group of one, a bound that is no whole number from 0 on, or a model without parameters to train.
+        EmuError: no module or rank, a group of one, a bound that is no whole number from 0 on, or a model without parameters
+            to train.
     """
 
     def __init__(self, model: nn.Module, rank: Rank, *axes: str, max_staleness: int | None = None) -> None:
-        self.model, self.rank, self.group = model, rank, rank.group(*axes)
+        call = 'ParameterServer(model, rank, "dp")'
+        self.model, self.rank = checked_plain(model, call), checked_rank(rank, call)
+        self.group = rank.group(*axes)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         if self.group.size < 2:
             raise EmuError(

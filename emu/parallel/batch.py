@@ -79,6 +79,16 @@ def checked_rank(rank: Any, call: str) -> Rank:
     return rank
 
 
+def checked_plain(model: Any, call: str) -> nn.Module:
+    """The module, if it is one; an EmuError that says how to make the call if not, as for a model under a strategy."""
+    if not isinstance(model, nn.Module):
+        plain = f"pass the plain torch.nn.Module itself: {call}"
+        if isinstance(getattr(model, "model", None), nn.Module):
+            plain += f"; it takes the place of {type(model).__name__}, and does not go on top of it"
+        raise EmuError(f"the model is a {type(model).__name__}, not a module", plain)
+    return model
+
+
 def _counted(y: Tensor) -> int:
     """How many labels count. Labels are host data: the host counts them, and the device does not notice."""
     if y.is_meta:

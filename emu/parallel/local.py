@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
+from emu.parallel.batch import checked_plain, checked_rank
 from emu.spmd import EmuError, Rank
 
 Outer = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
@@ -53,10 +54,13 @@ class LocalSGD:
             the average; DiLoCo's is `lambda ps: torch.optim.SGD(ps, lr=0.7, momentum=0.9, nesterov=True)`.
 
     Raises:
-        EmuError: `every` is no whole number from 1 on, or the model has no parameters to train.
+        EmuError: no module or rank, `every` is no whole number from 1 on, or the model has no parameters to train.
     """
 
     def __init__(self, model: nn.Module, rank: Rank, *axes: str, every: int, outer: Outer = averaging) -> None:
+        call = 'LocalSGD(model, rank, "dp", every=8)'
+        checked_plain(model, call)
+        checked_rank(rank, call)
         if type(every) is not int or every < 1:
             raise EmuError(f"every={every!r}", "give a whole number of steps between averages, 1 or more")
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]

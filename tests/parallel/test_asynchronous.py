@@ -321,6 +321,8 @@ def server_on(rank, **options):
         (lambda rank: server_on(rank, max_staleness=-1), r"max_staleness=-1\n.*0 or more"),
         (lambda rank: server_on(rank, max_staleness=0.5), r"max_staleness=0.5"),
         (lambda rank: ParameterServer(nn.ReLU(), rank), r"ReLU has no parameters to train"),
+        (lambda rank: ParameterServer(nn.Linear(1, 1), 0), r"the rank is a int \(0\)\n.*ParameterServer\(model, rank"),
+        (lambda rank: ParameterServer([1], rank), r"model is a list, not a module\n.*ParameterServer\(model, rank"),
         (lambda rank: server_on(rank).pull(), r"pull\(\) on the server, rank 0\n.*serve\(optimizer, steps\)"),
         (lambda rank: server_on(rank).serve(None, [1, 2]), r"steps=\[1, 2\].*1 workers take"),
         (lambda rank: server_on(rank).serve(None, -1), "steps=-1"),

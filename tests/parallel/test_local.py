@@ -212,12 +212,18 @@ def test_ranks_are_apart_between_averages_and_alike_after_and_an_average_without
     assert two[:2] == [(3.0, False), 3.0] and two[3:] == one[3:]
 
 
+def wrapped(rank):
+    return emu.DataParallel(emu.models.GPT(emu.models.config("gpt-tiny")), rank)
+
+
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
         (lambda rank: LocalSGD(nn.Linear(1, 1), rank, every=0), r"every=0\n.*1 or more"),
         (lambda rank: LocalSGD(nn.Linear(1, 1), rank, every=2.0), r"every=2.0"),
         (lambda rank: LocalSGD(nn.ReLU(), rank, every=1), "ReLU has no parameters to train"),
+        (lambda rank: LocalSGD(nn.Linear(1, 1), 0, every=1), r"the rank is a int \(0\)\n.*LocalSGD\(model, rank"),
+        (lambda rank: LocalSGD(wrapped(rank), rank, every=1), r"is a DataParallel, not a module\n.*takes the place of"),
         (lambda rank: LocalSGD(nn.Linear(1, 1), rank, every=1).step(-1), r"tokens=-1\n.*0 for a rank without rows"),
     ],
 )
