@@ -248,7 +248,6 @@ class OwnNorm(nn.BatchNorm1d):
         (lambda g: SyncBatchNorm(g, 2)(torch.zeros(3, 4)), r"2 channels got a tensor of shape \[3, 4\]"),
         (lambda g: SyncBatchNorm(g, 2)(torch.zeros(2)), r"shape \[2\]\n.*\[rows, channels, ...\]"),
         (lambda g: synchronize_statistics(3, g), "the model is a int"),
-        (lambda g: synchronize_statistics(nn.ReLU(), emu.Rank.__new__(emu.Rank)), r"the group is a Rank\n.*rank.group"),
         (lambda g: synchronize_statistics(nn.ReLU(), "dp"), r"the group is a str\n.*rank.group"),
         (lambda g: synchronize_statistics(nn.Sequential(nn.Sequential(OwnNorm(2))), g), r"0\.0 is a OwnNorm"),
         (lambda g: synchronize_statistics(OwnNorm(2), g), "the model is a OwnNorm"),
@@ -258,3 +257,8 @@ def test_what_cannot_be_is_told(wrong, says):
     with pytest.raises(emu.EmuError, match=says) as error:
         emu.launch(lambda rank: wrong(rank.group()), emu.Mesh(dp=2))
     assert error.value.hint
+
+
+def test_a_rank_for_a_group_is_told():
+    with pytest.raises(emu.EmuError, match=r"the group is a Rank\n.*rank.group"):
+        emu.launch(lambda rank: synchronize_statistics(nn.ReLU(), rank), emu.Mesh(dp=2))
