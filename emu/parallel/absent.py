@@ -52,7 +52,7 @@ class Absent(nn.Parameter):
                 what = getattr(func, "__self__", None)
                 if (what := getattr(what, "__name__", "")) in ("shape", "ndim"):
                     return p._emu_shape if what == "shape" else len(p._emu_shape)
-                if what not in _VALUES or name != "__get__":
+                if what not in _VALUES:
                     return super().__torch_function__(func, types, args, kwargs)
             elif name in _HARMLESS:
                 return super().__torch_function__(func, types, args, kwargs)

@@ -19,6 +19,7 @@ from emu.parallel.gathering import Gathering
 from emu.parallel.gradients import Gradients
 from emu.parallel.grouping import BUCKET_BYTES
 from emu.parallel.optimizer import Optimizer
+from emu.parallel.scaling import LossScale
 from emu.parallel.shards import Shards
 from emu.parallel.state.piece import Piece
 from emu.parallel.summing import Summing
@@ -32,8 +33,9 @@ class DataParallel:
     """A model under data parallelism. It is no module: `.model` is.
 
     Args:
-        model: a plain module with `loss_sum(x, y)`. Its parameters are taken over: rank 0's values count on every
-            rank, of buffers, too. Later every rank has its own buffers: see `synchronize_statistics` for batch norms.
+        model: a plain module with `loss_sum(x, y)`, the sum of the loss over labels, in float32 at least. Its parameters
+            are taken over: rank 0's values count on every rank, of buffers, too. Later every rank has its own buffers: see
+            `synchronize_statistics` for batch norms.
         rank: the rank it runs on.
         axes: the mesh axes that cut the batch.
         zero: what is sharded over them: 0 nothing (DDP), 1 optimizer states, 2 gradients too, 3 parameters too (FSDP).
@@ -81,6 +83,7 @@ class DataParallel:
         self.vectors: list[Shards] = wrapped.vectors
         self._gathering: Gathering | None = wrapped.gathering(prefetch, reshard_after_forward) if zero == 3 else None
         self.summing = Summing(wrapped.gradients, rank, axes, self._gathering, find_unused)
+        self._failed = False  # whether `backward` was left by an exception
 
     @property
     def gradients(self) -> list[Gradients]:
@@ -105,7 +108,8 @@ class DataParallel:
         if gathering is not None:
             gathering.leave(gathering.root)
         if isinstance(loss, Tensor) and loss.requires_grad:
-            loss.register_hook(self.summing.begin)
+            steps = self.summing.steps
+            loss.register_hook(lambda grad: self.summing.begin(steps))
         return loss
 
     def _as_activation(self, x: Tensor) -> Tensor:
@@ -157,7 +161,7 @@ class DataParallel:
         batch: Batch | tuple[Tensor, Tensor],
         sizes: Sequence[int] | None = None,
         microbatches: int = 1,
-        scale: Any = None,
+        scale: LossScale | None = None,
     ) -> Tensor:
         """Computes the gradients of the mean loss over all tokens of the batch. Returns that loss.
 
@@ -171,15 +175,25 @@ class DataParallel:
         x, y = batch.shard(self.rank, *self.axes, sizes=sizes)
         if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
             raise EmuError(f"microbatches={microbatches!r}", "cut the rows into 1 or more")
+        if scale is not None and not isinstance(scale, LossScale):
+            raise EmuError(
+                f"scale={scale!r} is a {type(scale).__name__}", "pass a LossScale: emu.parallel.LossScale(1024)"
+            )
         if self.summing.finished:
+            self.summing.check_taken()
             self.zero_grad()
+        elif self._failed:
+            self.zero_grad()  # what the last call left when it failed
+        self._failed = True
         total = torch.zeros(())
         for i, (some_x, some_y) in enumerate(zip(x.tensor_split(microbatches), y.tensor_split(microbatches))):
             loss = self.loss_sum(some_x, some_y)
+            wide = torch.promote_types(loss.dtype, torch.float32)  # a sum in 8 or 11 bits would lose most of its terms
             with self.no_sync() if self.zero < 2 and i < microbatches - 1 else nullcontext():
-                (loss if scale is None else loss * scale.value).backward()
-            total = total + loss.detach() if i else loss.detach().clone()
+                (loss if scale is None else loss.to(wide) * scale.value).backward()
+            total = total + loss.detach() if i else loss.detach().to(wide, copy=True)
         self.finish(batch.tokens)
+        self._failed = False
         self.summing.scaled_by = scale
         return self.group.all_reduce(total, name="loss").div_(batch.tokens)
 
@@ -194,7 +208,8 @@ class DataParallel:
         return [piece for shards in self.vectors for piece in shards.pieces()]
 
     def gather_gradients(self) -> Grads:
-        """Whole gradients by name, on every rank. Every rank must call it, after finish."""
+        """Whole gradients by name, in the optimizer's precision, on every rank. Every rank must call it, after finish."""
+        self.summing.taken = True
         return self._in_order({k: v for g in self.gradients for k, v in g.whole().items()})
 
     def gather_parameters(self) -> Grads:
@@ -249,6 +264,11 @@ class DataParallel:
         model = self.__dict__.get("model")
         where = f"; it is no module: its model is, so use .model.{name}" if hasattr(model, name) else ""
         raise AttributeError(f"DataParallel has no {name!r}{where}")
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise EmuError(
+            "a copy of a DataParallel would train without its hooks", "copy the plain model, and wrap the copy anew"
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise EmuError(

@@ -69,7 +69,7 @@ class Gathering:
         self._seen: list[Gathered] = []
         for module, unit in (root, *units):
             module.register_forward_pre_hook(self._entering(unit), prepend=True, with_kwargs=True)
-            module.register_forward_hook(self._leaving(unit))
+            module.register_forward_hook(self._leaving(unit), always_call=True)  # also when it fails
 
     def _entering(self, unit: Gathered) -> Any:
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -116,7 +116,12 @@ class Gathering:
         if unit is self.root and not unit.uses and self._seen:
             self._order = list(dict.fromkeys(self._seen))
             for other in self.units:  # fetched, and then not used
-                if self.reshard and not self.pinned and other not in self._seen and not other.in_backward:
+                if (
+                    (self.reshard or not torch.is_grad_enabled())
+                    and not self.pinned
+                    and not other.uses
+                    and not other.in_backward
+                ):
                     other.free()
         if not unit.uses and not self.pinned and (self.reshard or not torch.is_grad_enabled()):
             unit.free()

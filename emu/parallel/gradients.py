@@ -34,6 +34,8 @@ class Gradients:
         self._part: Tensor | None = None  # stages 2 and 3: this rank's part of the sum, [slots]
         self._going: Any = None  # the reduction under way
         self._summed = False  # whether the buffer holds a sum over ranks
+        self._late = shards.dtypes.grad != shards.dtypes.master
+        self._divisor: float | None = None  # by which the sum is still to be divided
 
     @property
     def complete(self) -> bool:
@@ -48,6 +50,10 @@ class Gradients:
     def before(self) -> None:
         """A gradient is about to be added: a sum over ranks that is there already must count once, so one rank keeps it."""
         self.collect()
+        for i in [i for i in self._filled if self._visible(i) is not None and self.shards.parameters[i].grad is None]:
+            self._views[i].zero_()  # zero_grad() of the model's, or of an optimizer's of torch's own
+            self._filled.discard(i)
+            self.used.discard(i)
         if not self._summed or self._whole is None:
             return
         shards, (_, group, replicas, stage) = self.shards, self.shards.place
@@ -145,11 +151,17 @@ class Gradients:
         return self._whole[shards.first : shards.first + shards.real]
 
     def finish(self, divisor: float) -> None:
-        """The step's gradients are complete: divides them, once."""
+        """The step's gradients are complete: divides them, once.
+
+        Where the optimizer's precision is another, they are divided in that one, when it gets them: a quotient may be too
+        small for a dtype that its sum fits into.
+        """
         self.collect()
-        self.own().div_(divisor)
-        if self.shards.place.stage:
-            self._hide()  # a whole gradient is nowhere: nobody should take a part for it
+        self._divisor = divisor if self._late else None
+        if self._divisor is None:
+            self.own().div_(divisor)
+        if self.shards.place.stage or self._divisor is not None:
+            self._hide()  # a whole gradient is nowhere: nobody should take a part, or a sum, for it
         for i in self.nowhere:
             self.shards.parameters[i].grad = None
 
@@ -173,7 +185,7 @@ class Gradients:
             return own.to(shards.dtypes.master)  # nothing, in everyone's dtype
         if parameter is shards.parameters[stepped[0][0].index]:
             return own  # the parameters themselves: their .grad are views of it already
-        given = (self._part if self._part is not None else own).to(parameter.dtype)
+        given = self._divided(self._part if self._part is not None else own)
         length = max(span.at + span.length for span, _ in stepped)
         if length > len(given):
             given = torch.cat([given, given.new_zeros(length - len(given))])
@@ -182,6 +194,12 @@ class Gradients:
             if span.index not in self.nowhere:
                 p.grad = piece
         return first(given, shards.real)
+
+    def _divided(self, sums: Tensor) -> Tensor:
+        """In the optimizer's precision; itself where it is that already."""
+        if self._divisor is None:
+            return sums.to(self.shards.dtypes.master)
+        return sums.to(self.shards.dtypes.master, copy=True).div_(self._divisor)
 
     def release(self) -> None:
         """After the step: the optimizer's parameters hold on to gradients no longer."""
@@ -193,7 +211,10 @@ class Gradients:
         """Whole gradients by name, as new tensors. Every rank of the group must call it."""
         shards = self.shards
         if shards.place.stage:
-            values = shards.assembled(self.own())
+            values = shards.assembled(self._divided(self.own()))
         else:
-            values = dict(zip(shards.flat.names, (view.clone() for view in self._views)))
+            assert self._whole is not None
+            values = {
+                name: view.clone() for name, view in zip(shards.flat.names, shards.cut(self._divided(self._whole)))
+            }
         return {name: value for i, (name, value) in enumerate(values.items()) if i not in self.nowhere}

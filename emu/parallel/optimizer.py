@@ -16,7 +16,7 @@ from emu.parallel.state.piece import Piece
 from emu.parallel.summing import Summing
 from emu.spmd import EmuError, Precision
 
-WHOLE_ONLY = ("Adafactor", "LBFGS", "Muon")
+WHOLE_ONLY = ("Adafactor", "Muon")
 TINY = 1e-6  # torch's: clipping divides by norm + TINY
 
 
@@ -38,14 +38,17 @@ class Optimizer:
     It works element by element (SGD, Adam, AdamW, Lion, ...): what it does to an element may not depend on others of the
     same parameter, because a shard may hold only some of them (zero=0 without another precision has whole parameters).
 
+    Attributes:
+        torch: the optimizer of torch's, e.g. for its learning-rate schedulers: StepLR(optimizer.torch, ...).
+
     Args:
         model, summing, roles: a model under data parallelism, its gradients, and its dtypes by role. DataParallel's
             `optimizer` gives them, and takes the rest.
         kind: the optimizer's class, torch.optim.AdamW or another.
         groups: parameter groups: dicts with "params", names (with * for any characters) or the model's parameters, and
             options. What no group names is not trained. None makes one group of all.
-        clip: the largest norm that all gradients together may have; None does not clip. (torch's own clip_grad_norm_ finds
-            whole gradients at zero=0 only.)
+        clip: the largest norm that all gradients of the model together may have; None does not clip. (torch's own
+            clip_grad_norm_ finds whole gradients at zero=0 only.)
         norm: 2.0 or inf.
         scale: a LossScale that the loss was multiplied by.
         options: further arguments of `kind`.
@@ -67,9 +70,17 @@ class Optimizer:
         scale: LossScale | None = None,
         **options: Any,
     ) -> None:
+        if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)) or issubclass(
+            kind, torch.optim.LBFGS
+        ):
+            what = getattr(kind, "__name__", repr(kind)[:60])
+            raise EmuError(
+                f"{what} is not a kind of optimizer that takes steps from gradients alone",
+                "pass the class, and its arguments by name: dist.optimizer(torch.optim.AdamW, lr=1e-3)",
+            )
         if norm not in (2.0, float("inf")):
             raise EmuError(f"norm={norm!r} cannot be clipped by", "use 2.0 or float('inf')")
-        if clip is not None and not clip > 0:
+        if clip is not None and not (isinstance(clip, (int, float)) and clip > 0):
             raise EmuError(f"clip={clip!r} leaves nothing of the gradients", "give the largest norm, or None")
         if kind.__name__ in WHOLE_ONLY and not all(g.shards.in_place for g in summing.gradients):
             raise EmuError(
@@ -87,7 +98,7 @@ class Optimizer:
             scale.belongs_to(summing)
         self.summing, self.clip, self.norm, self.scale = summing, clip, norm, scale
         self._vectors: list[Shards] = [g.shards for g in summing.gradients]
-        self.torch = kind(self._grouped(members_of(model, groups), groups), **options)
+        self.torch: Any = kind(self._grouped(members_of(model, groups), groups), **options)
         self._begun = False  # whether there was a step
         self._made: list[nn.Parameter] = []  # those whose states are there only because somebody asked for them
 
@@ -99,6 +110,11 @@ class Optimizer:
                 if (number := members.get(shards.flat.names[span.index])) is not None:
                     out[number]["params"].append(piece)
         return out
+
+    def __repr__(self) -> str:
+        kind, n = type(self.torch).__name__, sum(len(group["params"]) for group in self.torch.param_groups)
+        clip = f", clip={self.clip:g}" if self.clip is not None else ""
+        return f"Optimizer({kind} of {n} pieces on {self.summing.rank!r}{clip}; .torch is torch's, for schedulers)"
 
     def zero_grad(self) -> None:
         """Forgets the gradients, before a new step."""
@@ -115,7 +131,12 @@ class Optimizer:
                 "the gradients are not finished: they are sums over tokens, and may be under way",
                 "call finish(tokens) after the last backward of the step; backward(batch) does it itself",
             )
+        if self.summing.pinned:
+            raise EmuError("a step within gathered() would leave old parameters whole", "leave the `with` block first")
+        for shards in self._vectors:
+            shards.prepare()
         self._check_scale()
+        self.summing.taken = True
         given = [g.hand_over() for g in self.summing.gradients]
         skipped = False
         if self.scale is not None:
@@ -134,6 +155,7 @@ class Optimizer:
             self._forget_made()
             self._begun = True
             self.torch.step()
+            self.summing.steps += 1
             works = [shards.refresh() for shards in self._vectors]
             for work in works:
                 if work is not None:
@@ -208,7 +230,10 @@ class Optimizer:
                 for key, value in self.torch.state.get(parameter, {}).items():
                     if not isinstance(value, Tensor):
                         continue
-                    if value.dim() == 0:
+                    if shards.in_place and value.numel() != parameter.numel():  # of the parameter's rows, or one number
+                        piece = Piece(shards.flat.names[span.index], tuple(value.shape), 0, value.view(-1))
+                        out.setdefault(key, []).append(piece)
+                    elif value.dim() == 0:
                         out.setdefault(key, []).append(Piece(shards.flat.names[span.index], (), 0, value.view(1)))
                     else:
                         out.setdefault(key, []).append(shards.piece(span, value.view(-1)[: span.length]))

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from emu.parallel.absent import Absent, name_absent
 from emu.parallel.flat import Flat, Span
 from emu.parallel.state.piece import Piece
-from emu.spmd import Group, Precision, Rank
+from emu.spmd import EmuError, Group, Precision, Rank
 
 
 class Place(NamedTuple):
@@ -78,6 +78,7 @@ class Shards:
         self._stepped: list[tuple[Span, nn.Parameter]] | None = None
         self._master = self._copied() if self.trainable and self.dtypes.master != self.dtypes.param else None
         self._take_over()
+        self._note()
 
     def _copied(self) -> Tensor:
         """A copy of this rank's part in the optimizer's dtype, [slots]."""
@@ -230,8 +231,40 @@ class Shards:
                 self._stepped = [(span, nn.Parameter(piece)) for span, piece in zip(spans, cut)]
         return self._stepped
 
+    def _note(self) -> None:
+        """Remembers which of the parameters' values the optimizer knows."""
+        self._versions = [p._version for p in self.parameters]
+
+    def prepare(self) -> None:
+        """Before a step: whole copies of what will be no more go.
+
+        Raises:
+            EmuError: somebody moved parameters, or wrote into them where the optimizer's values are elsewhere.
+        """
+        if self.place.stage in (1, 2):
+            moved = [i for i, p in enumerate(self.parameters) if p.data_ptr() != self._views[i].data_ptr()]
+            if moved:
+                raise EmuError(
+                    f"{self.flat.names[moved[0]]} was given other memory after it was wrapped, by .data = ... or .to()",
+                    "convert the model before it is wrapped; for other precisions say precision=",
+                )
+        if self._master is not None and self.place.stage < 3:
+            written = [i for i, p in enumerate(self.parameters) if p._version != self._versions[i]]
+            if written:
+                raise EmuError(
+                    f"{self.flat.names[written[0]]} was written into, but the optimizer steps from a copy in another precision",
+                    "write into the model before it is wrapped, or keep all in its own precision: precision=None",
+                )
+        if self.place.stage == 3:
+            self.free()
+
     def refresh(self) -> Any:
         """After a step: parameters take the values that the optimizer gave its part. Returns work to wait for, or None."""
+        work = self._refreshed()
+        self._note()
+        return work
+
+    def _refreshed(self) -> Any:
         stage, master = self.place.stage, self._master
         if not stage:
             if master is not None:

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from emu.parallel.gathering import Gathering
 from emu.parallel.gradients import Gradients
@@ -26,6 +25,7 @@ class Summing:
 
     Attributes:
         finished: whether the gradients are those of a step: complete, and divided.
+        taken: whether an optimizer, or somebody else, has had them.
         scaled_by: the LossScale that they carry, or None; UNKNOWN; DIVIDED once an optimizer has divided it out.
     """
 
@@ -39,11 +39,13 @@ class Summing:
     ) -> None:
         self.gradients, self.rank, self.group = list(gradients), rank, rank.group(*axes)
         self.find_unused = find_unused
-        self.finished = False
+        self.finished = self.taken = False
         self.scaled_by: Any = UNKNOWN
+        self.steps = 0  # that an optimizer has taken
         self._gathering = gathering
         self._syncs = True
         self._reduced = 0  # vectors that the backward under way has begun to reduce
+        self._versions: list[int] = []  # of parameters, at the first backward of a step
         self._in_backward = -1  # autograd's number of the backward under way
         for vector in self.gradients:
             for i, p in enumerate(vector.shards.parameters):
@@ -51,6 +53,11 @@ class Summing:
 
     def _receiver(self, gradients: Gradients, index: int) -> Any:
         return lambda p: self._received(gradients, index)
+
+    @property
+    def pinned(self) -> bool:
+        """Whether whole parameters are held to be read."""
+        return self._gathering is not None and self._gathering.pinned
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -61,8 +68,8 @@ class Summing:
         finally:
             self._syncs = outer
 
-    def begin(self, grad: Tensor) -> None:
-        """A hook of the loss: a backward begins.
+    def begin(self, steps: int) -> None:
+        """A backward begins, of a loss that was computed after so many steps.
 
         Raises:
             EmuError: the gradients of the last step were not forgotten.
@@ -75,16 +82,38 @@ class Summing:
                 "call zero_grad() after the step: this model's, its optimizer's, or that of torch's own which sets gradients to "
                 "None",
             )
+        if steps != self.steps:
+            raise EmuError(
+                "this loss was computed before the last step: its backward would mix old activations with new parameters",
+                "call backward before the optimizer's step, or compute the loss again",
+            )
+        if torch.is_grad_enabled():
+            raise EmuError(
+                "backward(create_graph=True) would add to gradients that are summed over ranks on the way",
+                "take second derivatives with torch.autograd.grad inside loss_sum, and call a plain backward()",
+            )
         task = torch._C._current_graph_task_id()
         if self._in_backward == task:  # of a sum of several losses this is not the first
             return
         torch.autograd.Variable._execution_engine.queue_callback(self._end)  # type: ignore[attr-defined]
+        self._check_untouched()
         self._reduced, self._in_backward = 0, task
         for gradients in self.gradients:
             gradients.arrived.clear()
             gradients.before()
         if self._gathering is not None:
             self._gathering.enter_backward(self._gathering.root)
+
+    def _check_untouched(self) -> None:
+        """Raises an EmuError if parameters changed since the first backward of the step."""
+        vectors = [gradients.shards for gradients in self.gradients if gradients.shards.in_place]
+        now = [p._version for shards in vectors for p in shards.parameters]
+        if any(gradients.used for gradients in self.gradients) and now != self._versions:
+            raise EmuError(
+                "parameters changed after a backward whose gradients are not finished: they are sums, not yet divided",
+                "call finish(tokens) after the last backward of a step and before the optimizer's step",
+            )
+        self._versions = now
 
     def _torch_forgot(self) -> bool:
         """Whether an optimizer of torch's own has set every gradient to None."""
@@ -128,6 +157,9 @@ class Summing:
         self._in_backward = -1
         if self._syncs:
             self._reduce_in_order(lambda gradients: True)
+            for gradients in self.gradients:
+                if gradients.shards.place.stage < 2:
+                    gradients.collect()  # .grad is there after backward, as everywhere
         if self._gathering is not None:
             self._gathering.end_backward()
 
@@ -164,6 +196,7 @@ class Summing:
             raise EmuError(
                 "the gradients are finished already: a second division would shrink them", "zero_grad() first"
             )
+        self._check_untouched()
         for gradients in self.gradients[self._reduced :]:
             gradients.reduce()
         self._reduced = 0
@@ -172,8 +205,18 @@ class Summing:
             gradients.finish(tokens)
         self.finished = True
 
+    def check_taken(self) -> None:
+        """Raises an EmuError if nobody has taken the last step's gradients, though no optimizer but ours could find them."""
+        if not (self.taken or all(gradients.shards.in_place for gradients in self.gradients)):
+            raise EmuError(
+                "nobody has taken the gradients of the last step: an optimizer of torch's own does not find them here",
+                "make it with .optimizer(torch.optim.AdamW, lr=...) of the DataParallel; or call zero_grad() to drop them",
+            )
+
     def forget(self) -> None:
         """Before a new step."""
         for gradients in self.gradients:
             gradients.forget()
-        self.finished, self.scaled_by = False, UNKNOWN
+        self.finished = self.taken = False
+        self.scaled_by = UNKNOWN
+        self._reduced = 0

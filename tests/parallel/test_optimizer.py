@@ -400,7 +400,7 @@ def test_what_cannot_be_meant_is_told(name, how):
     refused(*WRONG[name], **how)
 
 
-@pytest.mark.parametrize("kind", [torch.optim.Adafactor, torch.optim.LBFGS])
+@pytest.mark.parametrize("kind", [torch.optim.Adafactor, torch.optim.Muon])
 def test_optimizers_that_look_at_whole_parameters_are_refused_shards(kind):
     says = r"looks at all elements of a parameter at once.*\n.*zero=0 in the model's own precision"
     for how in ({"zero": 1}, {"zero": 2}, {"zero": 3}, {"zero": 0, "precision": "bf16-mixed"}):

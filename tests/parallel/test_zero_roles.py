@@ -70,7 +70,7 @@ def test_on_one_rank_mixed_precision_is_plain_torch_with_a_master_copy(made, how
         model.zero_grad()
         model.loss_sum(x, some.y).backward()
         for p, copy in zip(model.parameters(), master):
-            copy.grad = p.grad.div_(some.tokens).float()
+            copy.grad = p.grad.float().div_(some.tokens)  # late: a quotient may be too small for what its sum fits into
         optimizer.step()
         with torch.no_grad():
             for p, copy in zip(model.parameters(), master):
@@ -79,7 +79,7 @@ def test_on_one_rank_mixed_precision_is_plain_torch_with_a_master_copy(made, how
     found = emu.launch(on_ranks, emu.Mesh(dp=1), args=args, track=False).results[0]
     for (name, p), copy in zip(model.named_parameters(), master):
         assert torch.equal(found["values"][name], copy) and torch.equal(found["used"][name], p)
-        assert torch.equal(found["gradients"][name], p.grad)
+        assert torch.equal(found["gradients"][name], copy.grad)
 
 
 @pytest.mark.parametrize("zero", [0, 3])
@@ -229,3 +229,47 @@ def test_a_shape_run_that_differs_is_seen(monkeypatch):
 
     monkeypatch.setattr(Gradients, "collect", looks_at_values)
     assert unlike(ODD, 4, {"zero": 1}, SGD, 1) is not None
+
+
+@pytest.mark.parametrize("how", [{"zero": 0}, {"zero": 1}, {"zero": 2, "by_owner": True}, {"zero": 3}], ids=str)
+def test_a_gradient_too_small_for_float16_once_it_is_divided_is_not_lost(how):
+    class Line(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.zeros(2))
+
+        def loss_sum(self, x, y):
+            return (self.w * x).sum().float()
+
+    tokens = 2**17
+    data = emu.Batch(torch.tensor([[16000.0, 3e-3]]), torch.zeros(1, 1), tokens=tokens)
+
+    def program(rank):
+        dist = emu.DataParallel(Line(), rank, "dp", precision="fp16-scaled", **how)
+        optimizer = dist.optimizer(torch.optim.SGD, lr=float(tokens))
+        dist.backward(data)
+        optimizer.step()
+        return dist.gather_parameters()["w"], dist.gather_gradients()["w"]
+
+    for w, g in emu.launch(program, emu.Mesh(dp=2)).results:
+        assert -w[1] == pytest.approx(3e-3, rel=2**-10) and float(w[0]) == -16000.0  # sums in float16, and no more
+        assert torch.equal(g * tokens, -w)
+    assert float(torch.tensor(3e-3, dtype=torch.float16) / tokens) == 0  # where they used to be divided
+
+
+def test_a_low_precision_losss_total_is_not():
+    class Constant(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(1))
+
+        def loss_sum(self, x, y):
+            return (self.w * x).sum()
+
+    def program(rank, precision):
+        dist = emu.DataParallel(Constant(), rank, "dp", precision=precision)
+        return dist.backward(emu.Batch(torch.full((16, 1), 8191.0), torch.zeros(16, 1)), microbatches=8)
+
+    for precision in ("fp16-scaled", "bf16-mixed", "fp32"):
+        loss = emu.launch(program, emu.Mesh(dp=2), args=(precision,)).results[1]
+        assert loss.dtype == torch.float32 and float(loss) == pytest.approx(8191, rel=2**-8), precision
