@@ -62,6 +62,8 @@ class Plan:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise PlanError(f"{field}={value!r} is not a whole number of at least 1", f"say {field}=8", field=field)
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:
+            raise PlanError(f"seed={self.seed!r} is not a whole number from 0 to 2**63 - 1", "say seed=0", field="seed")
         if not isinstance(self.reshard_after_forward, bool):
             raise PlanError(
                 f"reshard_after_forward={self.reshard_after_forward!r}",

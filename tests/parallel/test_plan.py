@@ -36,12 +36,18 @@ def test_an_axis_without_a_strategy_names_the_nearest_plan():
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("global_batch", 0), ("global_batch", 2.0), ("global_batch", True), ("seq", -1), ("precision", "int3")],
+    [("global_batch", 0), ("global_batch", 2.0), ("global_batch", True), ("seq", -1), ("precision", "int3")]
+    + [("seed", seed) for seed in (-1, 2**63, 99999999999999999999999, 1.0, True, None, "1")],
 )
 def test_an_impossible_field_is_named(field, value):
     with pytest.raises(PlanError) as error:
         emu.Plan("dp=2", **{field: value})
     assert error.value.field == field and repr(value) in str(error.value) and error.value.hint
+
+
+@given(st.integers(0, 2**63 - 1))
+def test_every_other_seed_is_one_of_torchs(seed):
+    torch.manual_seed(emu.Plan(seed=seed).seed)
 
 
 def test_a_plan_makes_its_mesh():
