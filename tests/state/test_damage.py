@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 import emu
-from emu.parallel.state import StateError, load_state, save_state
+from emu.parallel.state import StateError, export_dcp, import_dcp, load_state, save_state
 
 from .layouts import differences, everything, load, pieces, random_bits, save
 
@@ -142,7 +142,10 @@ def test_a_save_that_never_ended_is_no_checkpoint(whole, tmp_path):
     assert "holds no whole checkpoint" in refused(path)
 
 
-@pytest.mark.parametrize("text", ["[]", "{}", "1", "null", '{"sha256": 1}', '{"sha256": "x", "index": {}}', "\0\xff"])
+FOREIGN = ["[]", "{}", "1", "null", '{"sha256": 1}', '{"sha256": "x", "index": {}}', "\0\xff", "[" * 100_000]
+
+
+@pytest.mark.parametrize("text", FOREIGN, ids=lambda text: text[:30])
 def test_a_foreign_index_is_told(tmp_path, text):
     (tmp_path / INDEX).write_text(text, encoding="latin-1")
     assert "damaged" in refused(tmp_path, INDEX)
@@ -207,3 +210,29 @@ def test_a_folder_that_cannot_be_made_is_an_error_on_every_rank(tmp_path):
 
     emu.launch(program, emu.Mesh(dp=2), backend="virtual")
     assert len(errors) == 2 and len(set(errors)) == 1
+
+
+NO_PATHS = [None, 5, b"bytes", "a zero \0 byte", "half a character \ud800"]
+
+
+@pytest.mark.parametrize("path", NO_PATHS, ids=repr)
+@pytest.mark.parametrize("does", ["save", "load", "export", "import"])
+def test_what_is_no_path_is_told_on_every_rank(path, does):
+    errors = []
+
+    def program(rank):
+        mine = pieces(rank, TENSORS, everything(TENSORS))
+        with pytest.raises(StateError, match=r"the path .*\n.*name a folder") as caught:
+            {"save": save_state, "load": load_state, "export": export_dcp, "import": import_dcp}[does](path, rank, mine)
+        errors.append(str(caught.value))
+
+    emu.launch(program, emu.Mesh(dp=2), backend="virtual")
+    assert len(errors) == 2 and len(set(errors)) == 1
+
+
+def test_a_path_that_is_none_on_one_rank_only_is_told_on_every_rank(tmp_path):
+    def program(rank):
+        with pytest.raises(StateError, match="the path is a NoneType"):
+            save_state(None if rank == 1 else tmp_path / "c", rank, pieces(rank, TENSORS, everything(TENSORS)))
+
+    emu.launch(program, emu.Mesh(dp=3), backend="virtual")

@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import pickle
 import shutil
+import struct
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -115,6 +118,35 @@ def test_metadata_that_leads_out_of_the_folder_is_refused(copy, elsewhere):
     next(iter(metadata.storage_data.values())).relative_path = elsewhere
     (copy / ".metadata").write_bytes(pickle.dumps(metadata))
     assert "outside of the folder" in refused(copy).message
+
+
+ROOM = {
+    "a memo": b"\x80\x02Nr" + struct.pack("<I", 200_000_000) + b".",
+    "bytes": b"\x80\x04\x8e" + struct.pack("<Q", 4 << 30) + b"x.",
+    "an array": b"\x80\x05\x96" + struct.pack("<Q", 4 << 30) + b"x.",
+    "a frame": b"\x80\x04\x95" + struct.pack("<Q", 4 << 30) + b"N.",
+}
+READS = """
+import resource, sys
+from pathlib import Path
+from emu.parallel.state.unpickling import read_metadata
+resource.setrlimit(resource.RLIMIT_DATA, (3 << 30, 3 << 30))
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+try:
+    read_metadata(Path(sys.argv[1]))
+except Exception as error:
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    print(type(error).__name__, type(error.__cause__).__name__, grown >> 10)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts memory as Linux does")
+@pytest.mark.parametrize("what", ROOM)
+def test_a_few_bytes_of_metadata_do_not_take_gigabytes(tmp_path, what):
+    (tmp_path / ".metadata").write_bytes(ROOM[what])
+    command = [sys.executable, "-c", READS, str(tmp_path)]
+    kind, cause, grown_mib = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    assert kind == "StateError" and cause != "MemoryError" and int(grown_mib) < 100
 
 
 @given(st.data())

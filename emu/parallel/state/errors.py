@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,32 @@ class StateError(EmuError):
 
     def __init__(self, message: str, hint: str, file: object = "") -> None:
         super().__init__(message, hint, file=str(file))
+
+
+def folder_of(path: object) -> Path:
+    """The folder that a path names.
+
+    Raises:
+        StateError: it is none.
+    """
+    try:
+        text = os.fspath(path)  # type: ignore[call-overload]
+    except TypeError:
+        text = path
+    if not isinstance(text, str):
+        raise StateError(
+            f"the path is a {type(path).__name__}, {path!r:.80}", 'name a folder: "runs/checkpoint", or a Path'
+        )
+    try:
+        known = "\0" not in os.fsdecode(os.fsencode(text))
+    except ValueError:  # half a character
+        known = False
+    if not known:
+        raise StateError(
+            f"the path {text!r:.80} has a character that no path can have",
+            'name a folder: "runs/checkpoint", or a Path',
+        )
+    return Path(text)
 
 
 def listed(names: Sequence[object], most: int = 6) -> str:

@@ -18,7 +18,7 @@ import torch
 
 from emu.parallel.state.boxes import boxes
 from emu.parallel.state.consult import consult
-from emu.parallel.state.errors import StateError, naming
+from emu.parallel.state.errors import StateError, folder_of, naming
 from emu.parallel.state.folders import folder_to_disk, to_disk
 from emu.parallel.state.ownership import Described, Share, describe, shares, wholes
 from emu.parallel.state.piece import Piece
@@ -45,6 +45,7 @@ def export_dcp(
     tensors: Mapping[str, Sequence[Piece]],
     extra: Any = None,
     key: Callable[[str, str], Key] = dcp_key,
+    groups: Sequence[Mapping[str, Any]] | None = None,
 ) -> None:
     """Writes a checkpoint that stock torch reads: `dcp.load({"model": ..., "optim": ..., "extra": ...}, checkpoint_id=path)`.
 
@@ -55,32 +56,39 @@ def export_dcp(
         tensors: kind -> this rank's pieces, as for `save_state`.
         extra: JSON-able data, which stands under "extra"; rank 0's counts.
         key: kind and name -> where the tensor stands in the nested state dict.
+        groups: an optimizer's parameter groups, which stand under ("optim", "param_groups"); rank 0's count.
 
     Raises:
         StateError: on every rank alike.
     """
-    target = Path(path)
     held: list[Described] = []
     given: list[list[Share]] = []
+
+    def part() -> Described:
+        folder_of(path)
+        return describe(rank.id, tensors)
 
     def plan(described: list[Described]) -> list[Any]:
         held.extend(described)
         given.extend(shares(described))
         check_extra(extra)
-        folder = _folder(target)
+        folder = _folder(folder_of(path))
         return [[str(folder), share] for share in given]
 
     def write() -> Any:
         return _write(Path(folder) / _file(rank.id), tensors, [Share(*s) for s in mine])
 
     def commit(written: list[Any]) -> list[None]:
-        _finish(Path(folder), held, given, written, extra, key)
+        beside = [] if extra is None else _flattened(("extra",), extra)
+        beside += _flattened(("optim", "param_groups"), list(groups)) if groups else []
+        _finish(Path(folder), held, given, written, beside, key)
+        target = folder_of(path)
         os.replace(folder, target)  # over an empty folder, or none
         folder_to_disk(target.parent)
         return [None] * len(written)
 
     rank.synchronize()  # kernels may still be at work on what the host is about to read
-    folder, mine = consult(rank, lambda: describe(rank.id, tensors), plan)
+    folder, mine = consult(rank, part, plan)
     try:
         consult(rank, write, commit)
     except BaseException:
@@ -138,10 +146,10 @@ def _finish(
     held: Sequence[Described],
     given: Sequence[Sequence[Share]],
     written: Sequence[Any],
-    extra: Any,
+    beside: Sequence[tuple[Key, Any]],
     key: Callable[[str, str], Key],
 ) -> None:
-    """Writes the extra data and the metadata."""
+    """Writes what stands beside the pieces, and the metadata."""
     from torch.distributed.checkpoint import filesystem
     from torch.distributed.checkpoint import metadata as dcp
 
@@ -173,12 +181,17 @@ def _finish(
                 place = dcp.MetadataIndex(name, box.offsets, len(contents[name].chunks) - 1)
                 storage[place] = filesystem._StorageInfo(_file(rank), offset, length)
     with open(folder / "__extra.distcp", "wb") as file:
-        for path, value in _flattened(("extra",), extra) if extra is not None else ():
-            contents[name := name_of(path)] = dcp.BytesStorageMetadata()
-            before = file.tell()
+        for path, value in beside:
+            name, before = name_of(path), file.tell()
+            if isinstance(value, torch.Tensor):  # of one number
+                one = dcp.ChunkStorageMetadata(torch.Size(()), torch.Size(()))
+                properties = dcp.TensorProperties(dtype=value.dtype)
+                contents[name] = dcp.TensorStorageMetadata(properties, torch.Size(()), [one])
+                place = dcp.MetadataIndex(name, torch.Size(()), 0)
+            else:
+                contents[name], place = dcp.BytesStorageMetadata(), dcp.MetadataIndex(name)
             torch.save(value, file)
-            length = file.tell() - before
-            storage[dcp.MetadataIndex(name)] = filesystem._StorageInfo("__extra.distcp", before, length)
+            storage[place] = filesystem._StorageInfo("__extra.distcp", before, file.tell() - before)
         to_disk(file)
     metadata = dcp.Metadata(contents, paths, storage, dcp.StorageMeta())
     metadata.version = getattr(filesystem, "CURRENT_DCP_VERSION", None)

@@ -9,11 +9,13 @@ from typing import Any, Protocol
 
 from emu.parallel.state.errors import StateError
 from emu.parallel.state.exporting import BUFFERS, PARAMETERS, Key, dcp_key, export_dcp
+from emu.parallel.state.groups import groups_of, saved_groups
 from emu.parallel.state.importing import import_dcp
 from emu.parallel.state.loading import load_state
 from emu.parallel.state.piece import Piece
 from emu.parallel.state.rng import restore_rng
 from emu.parallel.state.saving import save_state
+from emu.parallel.state.scalars import check_scalars
 from emu.spmd import Rank
 
 
@@ -31,6 +33,8 @@ class Distributed(Protocol):
 
 class Stepping(Protocol):
     """What is asked of its optimizer."""
+
+    torch: Any
 
     def pieces(self) -> dict[str, list[Piece]]: ...
 
@@ -83,17 +87,22 @@ def load(
         StateError: on every rank alike; it says what the checkpoint and the model differ in, or which file is damaged.
     """
     _check(dist, optimizer)
+
+    def accept(plain: Any) -> None:
+        if not isinstance(plain, dict) or plain.keys() != {"extra", "optimizer"}:
+            raise StateError(
+                f"{path} was not written by save(path, dist, ...), but by save_state",
+                "load it with load_state",
+                path,
+            )
+        if optimizer is not None and plain["optimizer"] is not None:
+            check_scalars(path, plain["optimizer"], optimizer.torch.param_groups)
+
     with _filling(dist):
         tensors = _tensors(dist, optimizer)
         states = tensors.keys() - {PARAMETERS, BUFFERS}
-        loaded = load_state(path, dist.rank, tensors, convert=convert, partial=optimizer is None, zeros=states)
+        loaded = load_state(path, dist.rank, tensors, convert, optimizer is None, states, accept)
     plain = loaded.extra
-    if not isinstance(plain, dict) or plain.keys() != {"extra", "optimizer"}:
-        raise StateError(
-            f"{path} was not written by save(path, dist, ...), but by save_state",
-            "load it with load_state",
-            path,
-        )
     if optimizer is not None and plain["optimizer"] is not None:
         optimizer.load_scalars(plain["optimizer"])
     if rng and loaded.rng is not None:
@@ -104,9 +113,14 @@ def load(
 def save_dcp(
     path: str | os.PathLike[str], dist: Distributed, optimizer: Stepping | None = None, extra: Any = None
 ) -> None:
-    """Saves model and optimizer for stock torch: `dcp.load({"model": ..., "optim": {"state": ...}}, checkpoint_id=path)`.
+    """Saves model and optimizer for stock torch, whose ordinary recipe reads them:
 
-    Names and places are those of torch's get_state_dict; a shared parameter stands under all its names. All ranks must call it.
+        model_state, optimizer_state = get_state_dict(model, optimizer)
+        dcp.load({"model": model_state, "optim": optimizer_state}, checkpoint_id=path)
+        set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
+
+    There the optimizer is of the same kind, with the same groups. Names and places are those of torch's get_state_dict; a
+    shared parameter stands under all its names. All ranks must call it.
 
     Args:
         path: a folder that does not exist yet, or is empty.
@@ -123,7 +137,8 @@ def save_dcp(
         if known != name:
             again = [piece._replace(name=name) for piece in tensors[PARAMETERS] if piece.name == known]
             tensors[PARAMETERS] = [*tensors[PARAMETERS], *again]
-    export_dcp(path, dist.rank, tensors, extra)
+    groups = None if optimizer is None else groups_of(dist, optimizer)
+    export_dcp(path, dist.rank, tensors, extra, groups=groups)
 
 
 def load_dcp(
@@ -133,10 +148,11 @@ def load_dcp(
     *,
     key: Callable[[str, str], Key] = dcp_key,
     convert: bool = False,
+    options: bool = True,
 ) -> Any:
-    """Takes over model and optimizer states that stock `dcp.save` wrote, of any sharding. All ranks must call it.
+    """Takes over model and optimizer that stock `dcp.save` wrote, of any sharding. All ranks must call it.
 
-    Options of the optimizer and random generators are not taken over.
+    Random generators are not taken over.
 
     Args:
         path: the folder.
@@ -144,6 +160,9 @@ def load_dcp(
         key: kind ("parameters", "buffers", or a state of the optimizer) and name -> where the tensor stands in the nested
             state dict that was saved.
         convert: whether tensors of another dtype are converted; otherwise they are an error.
+        options: whether options of parameter groups (learning rates, betas, ...) are taken over, too, where they stand as
+            torch's get_state_dict has them: in "param_groups" beside "state". A group takes those of the saved group that
+            has all its parameters.
 
     Returns:
         What the state dict had under "extra", None if nothing.
@@ -152,8 +171,12 @@ def load_dcp(
         StateError: on every rank alike.
     """
     _check(dist, optimizer)
+    groups = saved_groups(path, dist, optimizer, key) if optimizer is not None and options else None
     with _filling(dist):
-        return import_dcp(path, dist.rank, _tensors(dist, optimizer), key=key, convert=convert)
+        extra = import_dcp(path, dist.rank, _tensors(dist, optimizer), key=key, convert=convert)
+    if optimizer is not None and groups is not None:
+        optimizer.load_scalars({"groups": groups, "scale": None})
+    return extra
 
 
 def _check(dist: Any, optimizer: Any) -> None:

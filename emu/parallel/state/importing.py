@@ -18,7 +18,7 @@ from torch import Tensor
 
 from emu.parallel.state.boxes import Box, boxes
 from emu.parallel.state.consult import consult
-from emu.parallel.state.errors import StateError, listed
+from emu.parallel.state.errors import StateError, folder_of, listed
 from emu.parallel.state.exporting import Key, dcp_key
 from emu.parallel.state.ownership import describe, wholes
 from emu.parallel.state.piece import Piece
@@ -53,16 +53,17 @@ def import_dcp(
         StateError: on every rank alike; names missing, or of another shape or dtype; a file that is damaged, or a pickle
             that calls something. No tensor has changed, unless a file of tensors is damaged: then some have.
     """
-    folder = Path(path)
     items: dict[str, StoredItem] = {}
     extra: list[Any] = []
 
     def look() -> None:
+        folder = folder_of(path)
         described = describe(rank.id, tensors)
         items.update(read_metadata(folder))
         _compare(folder, items, wholes([described]), key, convert)
 
     def fill() -> None:
+        folder = folder_of(path)
         rank.synchronize()  # kernels may still be at work where the host is about to write
         for name, (chunk, copies) in _copies(items, tensors, key).items():
             _copy(folder, name, items[name[0]], chunk, copies)

@@ -96,7 +96,7 @@ def read_index(path: Path) -> Index:
         return _parsed(body)
     except (FileNotFoundError, NotADirectoryError):
         raise _none(path, file) from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(error, StateError):
             raise
         raise StateError(f"{file} is damaged, or not a checkpoint's index: {error!r}", again, file) from error

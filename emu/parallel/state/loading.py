@@ -12,7 +12,7 @@ import torch
 
 from emu.parallel.state.blocks import Bytes, Request, Stored, check_file, read_blocks
 from emu.parallel.state.consult import consult
-from emu.parallel.state.errors import StateError
+from emu.parallel.state.errors import StateError, folder_of
 from emu.parallel.state.fitting import Fill, compare, fills
 from emu.parallel.state.index import Index, read_index
 from emu.parallel.state.memory import memory_of
@@ -45,6 +45,7 @@ def load_state(
     convert: bool = False,
     partial: bool = True,
     zeros: Collection[str] = (),
+    accept: Callable[[Any], None] = lambda extra: None,
 ) -> Loaded:
     """Fills this rank's pieces from a checkpoint, whatever layout and number of ranks it was saved with. Every rank must call it.
 
@@ -58,15 +59,21 @@ def load_state(
         partial: whether the checkpoint may hold kinds that no rank names.
         zeros: kinds of which it may lack some tensors: those become zero. (An optimizer has no state yet of a parameter
             that was never used.)
+        accept: called on rank 0 with the extra data before any tensor changes; may refuse it with a StateError.
 
     Raises:
         StateError: on every rank alike. No tensor has changed, unless the data inside a file is damaged: then some have.
     """
-    folder = Path(path)
+
+    def part() -> Described:
+        folder_of(path)
+        return describe(rank.id, tensors)
 
     def plan(described: list[Described]) -> list[Any]:
+        folder = folder_of(path)
         index = read_index(folder)
         compare(folder, index, wholes(described), convert, partial, zeros)
+        accept(index.extra)
         for number in range(len(index.files)):
             check_file(index.stored(folder, number))
         return [_plan(folder, index, rank, wanted) for rank, wanted in enumerate(described)]
@@ -79,7 +86,7 @@ def load_state(
         read_blocks([_request(files, tensors, Fill(*f)) for f in mine["fills"]])
         state.append(_rng(files, mine["rng"], rank.id))
 
-    mine = consult(rank, lambda: describe(rank.id, tensors), plan)
+    mine = consult(rank, part, plan)
     state: list[Rng | None] = []
     consult(rank, fill, lambda done: done)
     return Loaded(mine["extra"], state[0], mine["mesh"])
@@ -139,7 +146,7 @@ def _rng(files: Mapping[int, Stored], place: Sequence[Any] | None, rank: int) ->
     read_blocks([Request(files[number], offset, length, lambda part, at: text.extend(part.tobytes()))])
     try:
         state = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         file = files[number].path
         raise StateError(f"{file} holds no state of random generators", "load another checkpoint", file) from error
     return derived(state, rank) if is_new else state

@@ -14,7 +14,7 @@ import numpy as np
 from emu.parallel.state import folders
 from emu.parallel.state.blocks import BlockWriter
 from emu.parallel.state.consult import consult
-from emu.parallel.state.errors import StateError, naming
+from emu.parallel.state.errors import StateError, folder_of, naming
 from emu.parallel.state.index import Index, Range, Whole, file_name, sealed
 from emu.parallel.state.memory import bytes_of
 from emu.parallel.state.ownership import Described, Share, describe, shares, wholes
@@ -47,33 +47,36 @@ def save_state(
     Raises:
         StateError: on every rank alike; what was at the path is still there.
     """
-    target = Path(path)
     held: list[Described] = []  # by every rank; known to rank 0
     given: list[list[Share]] = []
+
+    def part() -> Described:
+        folder_of(path)
+        return describe(rank.id, tensors)
 
     def plan(described: list[Described]) -> list[Any]:
         held.extend(described)
         given.extend(shares(described))
         check_extra(extra)
-        save = folders.begin(target)
+        save = folders.begin(folder_of(path))
         return [[save, share] for share in given]
 
     def write() -> Any:
-        return _write(target / save / file_name(rank.id), tensors, [Share(*s) for s in mine], state)
+        return _write(folder_of(path) / save / file_name(rank.id), tensors, [Share(*s) for s in mine], state)
 
     def commit(written: list[Any]) -> list[None]:
         index = Index(save, _mesh(rank), extra, [w["file"] for w in written], _contents(held, given, written))
-        folders.commit(target, save, sealed(index))
+        folders.commit(folder_of(path), save, sealed(index))
         return [None] * len(written)
 
     rank.synchronize()  # kernels may still be at work on what the host is about to read
     state = rng_state(rank) if rng else None
-    save, mine = consult(rank, lambda: describe(rank.id, tensors), plan)
+    save, mine = consult(rank, part, plan)
     try:
         consult(rank, write, commit)
     except BaseException:
         if rank.id == 0:
-            folders.abandon(target, save)
+            folders.abandon(folder_of(path), save)
         raise
 
 
@@ -142,7 +145,7 @@ def check_extra(extra: Any) -> None:
         if json.loads(json.dumps(extra)) == extra:
             return
         what = "it would come back as something else (a tuple as a list, a key that is a number as text; NaN equals nothing)"
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         what = str(error)
     raise StateError(
         f"extra cannot be saved: {what}",

@@ -6,6 +6,7 @@ class is stood in for by one that just keeps what it is given. Anything else is 
 
 from __future__ import annotations
 
+import io
 import pickle
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -81,7 +82,11 @@ _ALLOWED: dict[tuple[str, str], Any] = {
 }
 
 
-class _Unpickler(pickle.Unpickler):
+class _Unpickler(pickle._Unpickler):
+    """Python's own: the one in C makes room for whatever size a memo or an array claims to have, though nothing follows."""
+
+    dispatch = {code: read for code, read in pickle._Unpickler.dispatch.items() if code != pickle.BYTEARRAY8[0]}
+
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _ALLOWED:
             return _ALLOWED[module, name]
@@ -102,8 +107,8 @@ def read_metadata(path: Path) -> dict[str, StoredItem]:
     """
     file = path / METADATA
     try:
-        with open(file, "rb") as stream:
-            return _items(_Unpickler(stream).load().state)
+        # In memory, since reading more than there is then takes no more room than there is.
+        return _items(_Unpickler(io.BytesIO(file.read_bytes())).load().state)
     except (FileNotFoundError, NotADirectoryError):
         raise StateError(
             f"{path} is no torch.distributed.checkpoint: it has no {METADATA}",
