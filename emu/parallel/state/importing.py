@@ -147,6 +147,17 @@ def _copy(folder: Path, name: tuple[str, int], item: StoredItem, chunk: StoredCh
         target.copy_(held[box.within(chunk.box)])
 
 
+def read_item(folder: Path, item: StoredItem, name: str) -> Any:
+    """An object, or a tensor of one number that is there in one chunk; read as _load reads.
+
+    Raises:
+        StateError: a damaged file, or a pickle of more than tensors and plain data.
+    """
+    if item.shape is None or (item.shape == () and item.chunks):
+        return _load(folder, item.chunks[0], name)
+    raise StateError(f"{name} in {folder} is a tensor of shape {list(item.shape)}", "save one number there", folder)
+
+
 def _load(folder: Path, chunk: StoredChunk, name: str) -> Any:
     file = folder / chunk.file
     try:
