@@ -165,6 +165,25 @@ def test_groups_that_do_not_fit_the_saved_ones_are_told(tmp_path):
     emu.launch(second, emu.Mesh(dp=2))
 
 
+def test_options_of_another_kind_are_refused_before_anything_changes(tmp_path):
+    model, optimizer = plain(0)
+    plain_steps(model, optimizer, range(1))
+    optimizer.param_groups[0]["betas"] = "none"
+    dcp.save(state_of(model, optimizer), checkpoint_id=tmp_path / "in", no_dist=True)
+
+    def second(rank):
+        dist, mine = spread(rank, 5)
+        before = dist.gather_parameters()
+        with pytest.raises(StateError, match="option 'betas' of parameter group 0 is 'none'"):
+            load_dcp(tmp_path / "in", dist, mine)
+        with pytest.raises(StateError, match="the path is a NoneType"):
+            load_dcp(None, dist, mine)
+        after = dist.gather_parameters()
+        assert all(torch.equal(before[name], after[name]) for name in before)
+
+    emu.launch(second, emu.Mesh(dp=2))
+
+
 @pytest.mark.parametrize("how", [{"zero": 0}, {"zero": 2}, {"zero": 3, "by_owner": True}])
 def test_ranks_go_on_from_what_plain_torch_saved(tmp_path, how):
     model, optimizer = plain(seed=0)

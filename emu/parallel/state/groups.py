@@ -8,9 +8,10 @@ from typing import Any
 
 from emu.parallel.options import option_of, plain_option
 from emu.parallel.state.consult import consult
-from emu.parallel.state.errors import StateError, listed
+from emu.parallel.state.errors import StateError, folder_of, listed
 from emu.parallel.state.exporting import Key
 from emu.parallel.state.importing import read_item
+from emu.parallel.state.scalars import check_scalars
 from emu.parallel.state.unpickling import read_metadata
 from emu.spmd import EmuError
 
@@ -46,9 +47,11 @@ def saved_groups(path: Any, dist: Any, optimizer: Any, key: Callable[[str, str],
     known = [list(group) for group in optimizer.torch.param_groups]
 
     def decide(heard: list[Names]) -> list[Any]:
-        folder = Path(path)
+        folder = folder_of(path)
         saved = _read(folder, root, {key for group in known for key in group}) if root is not None else None
         fitting = None if saved is None else [_fitting(folder, saved, names) for names in _joined(heard, dist.model)]
+        if fitting is not None:
+            check_scalars(folder, {"groups": fitting, "scale": None}, optimizer.torch.param_groups)
         return [fitting] * len(heard)
 
     return consult(dist.rank, lambda: _own(dist, optimizer), decide)
