@@ -287,8 +287,8 @@ def _cluster(text: str | None) -> Any:
 
 def main(argv: list[str] | None = None) -> None:
     """Runs a command; exits with 0 done and true, 1 checked and false (or does not fit), 2 a bad request."""
-    argv = sys.argv[1:] if argv is None else argv
-    with only_json() if "--json" in argv else nullcontext():
+    is_command, argv = argv is None, sys.argv[1:] if argv is None else argv
+    with only_json(for_good=is_command) if "--json" in argv else nullcontext():
         sys.exit(_code(argv))
 
 
@@ -296,12 +296,12 @@ def _code(argv: list[str]) -> int:
     from emu.torchrun import RealFailure
 
     try:
-        return app(args=argv, standalone_mode=False) or DONE
+        code = app(args=argv, standalone_mode=False) or DONE
     except (KeyboardInterrupt, typer.Abort):
-        return INTERRUPTED
+        code = INTERRUPTED
     except RealFailure as error:
         return _complain(error.failure, argv)
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
         if isinstance(error, BrokenPipeError) or isinstance(error.__context__, BrokenPipeError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # `emu demo | head`: nobody reads on, and that is no mistake
             return FALSE
@@ -309,12 +309,13 @@ def _code(argv: list[str]) -> int:
         if not own and "--json" not in argv:  # the user's program raised it: show where
             traceback.print_exc()
         return _complain(failure_of(error), argv)
+    if code == INTERRUPTED and "--json" in argv:
+        print_json({"error": "interrupted", "hint": "run it again, and let it end"})
+    return code
 
 
 def _complain(failure: Failure, argv: list[str]) -> int:
-    if "--json" in argv:
-        print_json({"error": failure.error, "hint": failure.hint})
-    else:
+    if "--json" not in argv or not print_json({"error": failure.error, "hint": failure.hint}):
         typer.echo(f"error: {failure.error}\n hint: {failure.hint}", err=True)
     return failure.code
 

@@ -374,6 +374,83 @@ def shell(*argv: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", *argv], capture_output=True, text=True, env=env, cwd=cwd, timeout=120)
 
 
+LOUD = """
+import atexit, ctypes, os, signal, subprocess, sys, time
+import torch
+
+atexit.register(print, "as it ends")
+
+def talk():
+    os.write(1, b"to the descriptor\\n")
+    ctypes.CDLL(None).printf(b"from C\\n")
+    sys.__stdout__.write("to what it was\\n")
+    subprocess.run(["echo", "from a process"])
+    print("with Python")
+
+def ends_well(rank):
+    talk()
+    return 1
+
+def exits(rank):
+    talk()
+    sys.exit(3)
+
+def stops(rank):
+    talk()
+    class Stop(BaseException): ...
+    raise Stop("here")
+
+def is_interrupted(rank):
+    talk()
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(60)
+
+def model_that_exits():
+    talk()
+    sys.exit(3)
+
+def model_that_is_interrupted():
+    talk()
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="asks for a shell's commands")
+@pytest.mark.parametrize(
+    ("argv", "code", "says"),
+    [
+        (["run", "loud.py:ends_well", "--mesh", "dp=2"], 0, "results"),
+        (["verify", "--program", "loud.py:ends_well", "--reference", "loud.py:ends_well"], 0, "equivalent"),
+        (["run", "loud.py:exits", "--mesh", "dp=2"], 2, "sys.exit(3)"),
+        (["run", "loud.py:stops", "--mesh", "dp=2"], 2, "Stop: here"),
+        (["run", "loud.py:is_interrupted", "--mesh", "dp=2"], 130, "interrupted"),
+        (["verify", "--model", "loud.py:model_that_exits"], 2, "SystemExit: 3"),
+        (["verify", "--model", "loud.py:model_that_is_interrupted"], 130, "interrupted"),
+    ],
+)
+def test_the_object_is_alone_whatever_way_a_program_prints_and_ends(tmp_path, argv, code, says):
+    (tmp_path / "loud.py").write_text(LOUD)
+    done = shell("emu", *argv, "--json", cwd=tmp_path)
+    assert done.stdout.count("\n") == 1 and says in json.dumps(json.loads(done.stdout)) and done.returncode == code
+    for told in ("to the descriptor", "from C", "to what it was", "from a process", "with Python", "as it ends"):
+        assert told in done.stderr
+    if code == 0:  # negative control: without --json it is where the program put it
+        assert "to the descriptor\n" in shell("emu", *argv, cwd=tmp_path).stdout
+
+
+def test_what_was_led_elsewhere_is_led_back(tmp_path):
+    code = (
+        "import os, sys\nfrom emu.cli import main\n"
+        "try: main(['run', 'loud.py:ends_well', '--mesh', 'dp=1', '--json'])\nexcept SystemExit: pass\n"
+        "os.write(1, b'again\\n')"
+    )
+    (tmp_path / "loud.py").write_text(LOUD)
+    (tmp_path / "twice.py").write_text(code)
+    first, *rest = shell("twice", cwd=tmp_path).stdout.splitlines()
+    assert json.loads(first)["results"] == [1] and rest == ["again", "as it ends"]
+
+
 @pytest.mark.real
 def test_real_processes_give_one_object(programs, tmp_path):
     done = shell("emu", "run", f"{programs}:step", "--real", "-n", "2", "--json", "--save", "run.emu", cwd=tmp_path)
