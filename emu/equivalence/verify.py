@@ -41,7 +41,7 @@ def verify(
     Raises:
         PlanError: no plan, or one that cannot be.
         EmuError: no model, one without loss_sum or with active dropout (pieces of a batch draw other random numbers than
-            the whole does), or no batch and no vocabulary to draw from.
+            the whole does), one that is frozen altogether, or no batch and no vocabulary to draw from.
     """
     plan = checked_plan(plan)
     if tier == "float32":
@@ -56,6 +56,11 @@ def verify(
     # factory makes one for every rank, in that dtype. What is copied is host data, so nothing in it is trainable.
     template = copy.deepcopy(made).requires_grad_(False)
     trainable = [p.requires_grad for p in made.parameters()]
+    if trainable and not any(trainable):
+        raise EmuError(
+            f"all parameters of {type(made).__name__} are frozen: there are no gradients to compare",
+            "leave requires_grad on at those that training changes: model.head.requires_grad_(True)",
+        )
 
     def fresh() -> Any:
         if isinstance(model, nn.Module):

@@ -466,6 +466,24 @@ def test_verify_says_what_a_model_lacks():
     assert emu.verify(lambda: Bare(1, 1), emu.Plan("dp=2"), with_batch, tier="float64")
 
 
+@pytest.mark.parametrize("as_function", [False, True])
+def test_a_model_that_is_frozen_altogether_has_nothing_to_verify(as_function):
+    def make(trained):
+        model = GPT(SMALL)
+        for name, p in model.named_parameters():
+            p.requires_grad_(name == trained)
+        return model
+
+    def verdict(trained):
+        model = (lambda: make(trained)) if as_function else make(trained)
+        return emu.verify(model, emu.Plan("dp=2", seq=4), mutants="none")
+
+    with pytest.raises(emu.EmuError, match=r"all parameters of .* are frozen") as error:
+        verdict(None)
+    assert "requires_grad" in error.value.hint
+    assert verdict(next(name for name, _ in make(None).named_parameters()))  # one is enough
+
+
 def test_a_model_that_depends_on_more_than_its_rows_is_not_equivalent():
     """Batch statistics are of each rank's own rows: a real fault of data parallelism, not noise."""
 
