@@ -180,7 +180,6 @@ class DataParallel:
                 f"scale={scale!r} is a {type(scale).__name__}", "pass a LossScale: emu.parallel.LossScale(1024)"
             )
         if self.summing.finished:
-            self.summing.check_taken()
             self.zero_grad()
         elif self._failed:
             self.zero_grad()  # what the last call left when it failed
@@ -209,7 +208,6 @@ class DataParallel:
 
     def gather_gradients(self) -> Grads:
         """Whole gradients by name, in the optimizer's precision, on every rank. Every rank must call it, after finish."""
-        self.summing.taken = True
         return self._in_order({k: v for g in self.gradients for k, v in g.whole().items()})
 
     def gather_parameters(self) -> Grads:

@@ -136,7 +136,6 @@ class Optimizer:
         for shards in self._vectors:
             shards.prepare()
         self._check_scale()
-        self.summing.taken = True
         given = [g.hand_over() for g in self.summing.gradients]
         skipped = False
         if self.scale is not None:

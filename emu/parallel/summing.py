@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from emu.parallel.gathering import Gathering
 from emu.parallel.gradients import Gradients
@@ -25,7 +27,6 @@ class Summing:
 
     Attributes:
         finished: whether the gradients are those of a step: complete, and divided.
-        taken: whether an optimizer, or somebody else, has had them.
         scaled_by: the LossScale that they carry, or None; UNKNOWN; DIVIDED once an optimizer has divided it out.
     """
 
@@ -39,7 +40,7 @@ class Summing:
     ) -> None:
         self.gradients, self.rank, self.group = list(gradients), rank, rank.group(*axes)
         self.find_unused = find_unused
-        self.finished = self.taken = False
+        self.finished = False
         self.scaled_by: Any = UNKNOWN
         self.steps = 0  # that an optimizer has taken
         self._gathering = gathering
@@ -50,6 +51,10 @@ class Summing:
         for vector in self.gradients:
             for i, p in enumerate(vector.shards.parameters):
                 p.register_post_accumulate_grad_hook(self._receiver(vector, i))
+
+        elsewhere = [p for vector in self.gradients if not vector.shards.in_place for p in vector.shards.parameters]
+        if elsewhere:
+            refuse_torchs_own(elsewhere)
 
     def _receiver(self, gradients: Gradients, index: int) -> Any:
         return lambda p: self._received(gradients, index)
@@ -205,18 +210,30 @@ class Summing:
             gradients.finish(tokens)
         self.finished = True
 
-    def check_taken(self) -> None:
-        """Raises an EmuError if nobody has taken the last step's gradients, though no optimizer but ours could find them."""
-        if not (self.taken or all(gradients.shards.in_place for gradients in self.gradients)):
-            raise EmuError(
-                "nobody has taken the gradients of the last step: an optimizer of torch's own does not find them here",
-                "make it with .optimizer(torch.optim.AdamW, lr=...) of the DataParallel; or call zero_grad() to drop them",
-            )
-
     def forget(self) -> None:
         """Before a new step."""
         for gradients in self.gradients:
             gradients.forget()
-        self.finished = self.taken = False
+        self.finished = False
         self.scaled_by = UNKNOWN
         self._reduced = 0
+
+
+def refuse_torchs_own(parameters: Sequence[Tensor]) -> None:
+    """From now on an optimizer of torch's own that steps on these parameters is an error: it finds no gradients there."""
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+    known = {id(p): weakref.ref(p) for p in parameters}
+
+    def refuse(optimizer: Any, args: Any, kwargs: Any) -> None:
+        for group in optimizer.param_groups:
+            for p in (group["params"][0], group["params"][-1]) if group["params"] else ():  # these tell
+                if (ours := known.get(id(p))) is None or ours() is not p:
+                    continue
+                raise EmuError(
+                    f"{type(optimizer).__name__} steps on parameters whose gradients, or whose values, it does not find here",
+                    "make it with .optimizer(torch.optim.AdamW, lr=...) of the DataParallel",
+                )
+
+    handle = register_optimizer_step_pre_hook(refuse)
+    weakref.finalize(parameters[0], handle.remove)

@@ -150,8 +150,9 @@ MIXED = emu.Precision(param="fp64", grad="fp64", reduce="fp64", activations="fp6
 @pytest.mark.parametrize(
     ("wrong", "options", "says"),
     [
-        (torchs, {"zero": 1}, r"nobody has taken the gradients of the last step.*\n.*\.optimizer\("),
-        (torchs, {"zero": 3}, r"in shards|nobody has taken"),
+        (torchs, {"zero": 1}, r"SGD steps on parameters whose gradients.*\n.*\.optimizer\("),
+        (torchs, {"zero": 3}, r"SGD steps on parameters whose gradients.*\n.*\.optimizer\("),
+        (torchs, {"precision": MIXED}, r"SGD steps on parameters whose gradients.*\n.*\.optimizer\("),
         (unfinished, {"zero": 0}, r"parameters changed after a backward.*\n.*finish\(tokens\)"),
         (old_graph, {"zero": 1}, r"computed before the last step"),
         (old_graph, {"zero": 3}, r"computed before the last step"),
