@@ -39,6 +39,7 @@ class Optimizer:
     same parameter, because a shard may hold only some of them (zero=0 without another precision has whole parameters).
 
     Attributes:
+        names: of the parameters of every group.
         torch: the optimizer of torch's, e.g. for its learning-rate schedulers: StepLR(optimizer.torch, ...).
 
     Args:
@@ -98,7 +99,9 @@ class Optimizer:
             scale.belongs_to(summing)
         self.summing, self.clip, self.norm, self.scale = summing, clip, norm, scale
         self._vectors: list[Shards] = [g.shards for g in summing.gradients]
-        self.torch: Any = kind(self._grouped(members_of(model, groups), groups), **options)
+        members = members_of(model, groups)
+        self.names = [[name for name in members if members[name] == i] for i in range(len(groups) if groups else 1)]
+        self.torch: Any = kind(self._grouped(members, groups), **options)
         self._begun = False  # whether there was a step
         self._made: list[nn.Parameter] = []  # those whose states are there only because somebody asked for them
 
@@ -290,7 +293,7 @@ class Optimizer:
             }
             for number, group in enumerate(self.torch.param_groups)
         ]
-        return {"groups": groups, "scale": None if self.scale is None else self.scale.state()}
+        return {"groups": groups, "names": self.names, "scale": None if self.scale is None else self.scale.state()}
 
     def load_scalars(self, scalars: Mapping[str, Any]) -> None:
         """Takes over what `scalars` returned. Options that are tensors keep their place, and get the number that was saved.

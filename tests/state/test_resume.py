@@ -243,3 +243,26 @@ def test_a_shape_run_has_nothing_to_save(tmp_path, call):
 
     with pytest.raises(StateError, match="a shape run has no values"):
         emu.launch(program, emu.Mesh(dp=2), backend="shape")
+
+
+def test_groups_with_other_members_or_in_another_order_are_refused(tmp_path):
+    def groups(turned):
+        both = [{"params": ["*weight"], "lr": 0.1}, {"params": ["*bias"], "lr": 0.001}]
+        return both[::-1] if turned else both
+
+    class Line(torch.nn.Linear):
+        def loss_sum(self, x, y):
+            return self(x).sum()
+
+    def program(rank, turned):
+        dist = emu.DataParallel(Line(2, 2), rank, "dp", zero=1)
+        optimizer = dist.optimizer(torch.optim.SGD, groups=groups(turned))
+        if turned is None:
+            return save(tmp_path / "it", dist, optimizer)
+        load(tmp_path / "it", dist, optimizer)
+        return [group["lr"] for group in optimizer.torch.param_groups]
+
+    emu.launch(program, emu.Mesh(dp=2), args=(None,))
+    assert emu.launch(program, emu.Mesh(dp=2), args=(False,)).results == [[0.1, 0.001]] * 2
+    with pytest.raises(emu.EmuError, match=r"groups have other members, or another order\n.*in the same order"):
+        emu.launch(program, emu.Mesh(dp=2), args=(True,))

@@ -34,6 +34,7 @@ class Distributed(Protocol):
 class Stepping(Protocol):
     """What is asked of its optimizer."""
 
+    names: list[list[str]]
     torch: Any
 
     def pieces(self) -> dict[str, list[Piece]]: ...
@@ -96,7 +97,7 @@ def load(
                 path,
             )
         if optimizer is not None and plain["optimizer"] is not None:
-            check_scalars(path, plain["optimizer"], optimizer.torch.param_groups)
+            check_scalars(path, plain["optimizer"], optimizer.torch.param_groups, optimizer.names)
 
     with _filling(dist):
         tensors = _tensors(dist, optimizer)

@@ -13,13 +13,14 @@ from emu.parallel.state.errors import StateError
 PARAMS = "params"  # where torch keeps a group's parameters
 
 
-def check_scalars(path: object, saved: Any, groups: list[dict[str, Any]]) -> None:
+def check_scalars(path: object, saved: Any, groups: list[dict[str, Any]], names: list[list[str]] | None = None) -> None:
     """Whether an optimizer can take over the options of its groups and its loss scale.
 
     Args:
         path: of the checkpoint.
         saved: what it has of them; `scalars()` of an optimizer, if all is well.
         groups: the optimizer's own groups, as torch keeps them.
+        names: of the parameters in each; None where what was saved does not say.
 
     Raises:
         StateError: it cannot; says which part does not fit.
@@ -28,12 +29,21 @@ def check_scalars(path: object, saved: Any, groups: list[dict[str, Any]]) -> Non
     def refused(what: str, hint: str = "make the optimizer as it was when it was saved, or load another checkpoint"):
         return StateError(f"{path} does not fit this optimizer: {what}", hint, path)
 
-    if not isinstance(saved, dict) or saved.keys() != {"groups", "scale"} or not isinstance(saved["groups"], list):
+    if (
+        not isinstance(saved, dict)
+        or saved.keys() - {"names"} != {"groups", "scale"}
+        or not isinstance(saved["groups"], list)
+    ):
         raise refused(f"its options are no groups and a scale, but {saved!r:.80}")
     if len(saved["groups"]) != len(groups):
         raise refused(
             f"the state has {len(saved['groups'])} parameter groups, this optimizer {len(groups)}",
             "make the optimizer with the groups that it was saved with",
+        )
+    if names is not None and saved.get("names") != names:
+        raise refused(
+            "its parameter groups have other members, or another order",
+            "make the optimizer with the groups that it was saved with, in the same order",
         )
     for number, (of_saved, group) in enumerate(zip(saved["groups"], groups)):
         if not isinstance(of_saved, dict) or PARAMS in of_saved:
