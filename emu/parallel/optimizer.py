@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from emu.parallel.grouping import members_of
+from emu.parallel.norms import any_overflow, global_norm
 from emu.parallel.options import option_of, plain_option
 from emu.parallel.scaling import DIVIDED, UNKNOWN, LossScale
 from emu.parallel.shards import Shards
@@ -142,7 +143,7 @@ class Optimizer:
         given = [g.hand_over() for g in self.summing.gradients]
         skipped = False
         if self.scale is not None:
-            skipped = self._overflowed(given)
+            skipped = any_overflow(given, self.summing.group)
             if not skipped:
                 for g in given:
                     g.mul_(1 / self.scale.value)
@@ -150,7 +151,7 @@ class Optimizer:
         total = None
         if not skipped:
             if self.clip is not None:
-                total = self._norm(given)
+                total = global_norm(given, self._vectors, self.norm)
                 factor = (self.clip / (total + TINY)).clamp(max=1.0)
                 for g in given:
                     g.mul_(factor)
@@ -182,36 +183,6 @@ class Optimizer:
             )
         if self.scale is not None:
             self.summing.scaled_by = DIVIDED
-
-    def _overflowed(self, given: Sequence[Tensor]) -> bool:
-        """Whether any rank's gradients are not finite. All ranks learn the same, after everyone has looked."""
-        bad = torch.zeros((), device=self.summing.rank.device)
-        for g in given:
-            bad = torch.maximum(bad, (~torch.isfinite(g).all()).to(bad.dtype))
-        self.summing.group.all_reduce(bad, op="max", name="overflow")
-        return False if bad.is_meta else bool(bad.item())
-
-    def _norm(self, given: Sequence[Tensor]) -> Tensor:
-        """The norm of all gradients, every parameter counted once, on every rank."""
-        parts: dict[bool, Tensor] = {}  # of those that are cut over ranks, and of those that every rank holds whole
-        for g, vector in zip(given, self.summing.gradients):
-            g = torch.view_as_real(g) if g.is_complex() else g
-            g = g.to(torch.promote_types(g.dtype, torch.float32))  # squares of half numbers overflow at 256
-            if self.norm == 2.0:
-                part = (g * g).sum()
-            else:
-                part = g.abs().amax() if g.numel() else g.new_zeros(())
-            cut = bool(vector.shards.place.stage)
-            if cut in parts:
-                part = parts[cut] + part if self.norm == 2.0 else torch.maximum(parts[cut], part)
-            parts[cut] = part
-        if True in parts:
-            group = next(s.place.group for s in self._vectors if s.place.stage)
-            group.all_reduce(parts[True], op="sum" if self.norm == 2.0 else "max", name="gradient norm")
-        both = list(parts.values())
-        if self.norm == 2.0:
-            return (both[0] + both[1] if len(both) == 2 else both[0]).sqrt()
-        return torch.maximum(*both) if len(both) == 2 else both[0]
 
     # State.
 
