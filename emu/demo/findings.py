@@ -45,6 +45,11 @@ class Shown:
     scaled: Timeline
 
     @property
+    def states(self) -> dict[str, int]:
+        """Category -> bytes that rank 0 holds between backward and the optimizer's step."""
+        return dict(self.run.memory.window(self.step[0].replace("step", "gradients")).held[0])
+
+    @property
     def window(self) -> Run:
         return self.run.window(*self.step)
 
@@ -61,6 +66,7 @@ class Demo:
         single: the training on one device; distributed: on eight, under the first strategy.
         float32: whether that one's step is one device's, in float32.
         strategies: all that were asked for, the first of them included.
+        teeth: a training whose units are gathered one at a time, nothing ahead; where all strategies were asked for.
         batch_sizes: how far a larger batch helps; where all strategies were asked for.
     """
 
@@ -68,6 +74,7 @@ class Demo:
     strategies: dict[str, Shown]
     float32: Verdict
     model: str
+    teeth: Run | None = None
     batch_sizes: BatchSizes | None = None
     report: str = ""
 
@@ -161,4 +168,8 @@ def find(
         if name == "all"
         else None
     )
-    return Demo(single, strategies, float32, model_name, sizes)
+    teeth = None
+    if name == "all":
+        nothing_ahead = {**STRATEGIES["zero3"], "prefetch": 0}
+        teeth = trained(Mesh(dp=RANKS), "train once more, gathering nothing ahead", FEW_STEPS, nothing_ahead)
+    return Demo(single, strategies, float32, model_name, teeth, sizes)

@@ -43,22 +43,23 @@ def strategies_table(demo: Demo) -> Any:
     rows = []
     for shown in demo.strategies.values():
         scaled = shown.scaled.metrics()
-        held = shown.window.memory.at_peak(0)
+        peak = sum(shown.window.memory.at_peak(0).values())
         rows.append(
             (
                 shown.name,
                 "bit for bit" if shown.exact else "NO",
-                bytes_text(sum(held[kind] for kind in STATES)),
-                bytes_text(sum(held.values())),
+                bytes_text(sum(shown.states[kind] for kind in STATES)),
+                bytes_text(peak),
                 bytes_text(sum(shown.metrics.comm_bytes.values())),
                 time_text(scaled.step_time_s),
                 percent_text(scaled.exposed_comm_s / scaled.comm_s if scaled.comm_s else 0.0),
                 MEANING[shown.name],
             )
         )
-    headers = ("", "equals 1 device", "states", "peak", "sent", "step", "exposed", "what it is")
+    headers = ("", "equals 1 device", "states", "peak", "sent", "step", "in sight", "what it is")
     note = (
-        f"states, peak: of one device; sent: by it in a step; step, and the share of communication exposed: on {SCALED}"
+        "states: parameters, gradients and optimizer states of one device before the optimizer's step, in float32; peak: the "
+        f"most that it holds in a step; sent: by it in a step; step, and the share of communication that no kernel hides: on {SCALED}"
     )
     return Table(headers, rows, f"Data parallelism on {RANKS} devices", note, left=(0, 1, 7))
 
@@ -110,12 +111,11 @@ def explain(demo: Demo) -> list[str]:
 def _stages(demo: Demo) -> str:
     from emu.view.units import bytes_text
 
-    held = {name: shown.window.memory.at_peak(0) for name, shown in demo.strategies.items()}
-    states = {name: sum(h[kind] for kind in STATES) for name, h in held.items()}
+    states = {name: sum(shown.states[kind] for kind in STATES) for name, shown in demo.strategies.items()}
     sent = {name: sum(shown.metrics.comm_bytes.values()) for name, shown in demo.strategies.items()}
     each = ", ".join(f"{name} {bytes_text(n)}" for name, n in states.items())
     return (
-        f"Parameters, gradients and optimizer states of one device when it holds most: {each}. Of these, dp "
+        f"Parameters, gradients and optimizer states of one device, before its optimizer's step: {each}. Of these, dp "
         f"sends {bytes_text(sent['dp'])} a step and zero1 and zero2 the same; zero3, which gathers parameters twice, sends "
         f"{bytes_text(sent['zero3'])}."
     )
@@ -191,14 +191,16 @@ def _sharding_pictures(demo: Demo) -> list[Any]:
         ]
     sharded = next((s for name, s in demo.strategies.items() if STRATEGIES[name].get("zero") == 3), None)
     if sharded is not None:
+        run = demo.teeth if demo.teeth is not None else sharded.run
+        ahead = "nothing gathered ahead" if demo.teeth is not None else "one unit gathered ahead"
         out += [
             Heading("Gather, use, free"),
             Picture(
                 memory_figure(
-                    sharded.window.memory,
+                    run.window(*sharded.step).memory,
                     rank=0,
                     only=("parameters", "gradients"),
-                    title=f"{sharded.name}: parameters and gradients of rank 0 in {sharded.step[0]}",
+                    title=f"{sharded.name}, {ahead}: parameters and gradients of rank 0 in {sharded.step[0]}",
                 ),
                 "Every tooth is a unit: its parameters are gathered before it computes and freed after, once in forward and "
                 "once in backward, where its gradients come, are summed over ranks, and leave a shard.",
@@ -209,7 +211,8 @@ def _sharding_pictures(demo: Demo) -> list[Any]:
                     ranks=[0],
                     title=f"{sharded.name}: {time_text(sharded.scaled.step_time_s)} on {SCALED}, rank 0",
                 ),
-                "Two streams: while one unit computes, the next is gathered; in backward gradients are scattered, too.",
+                "Two streams, one unit gathered ahead: while one computes, the next is gathered; in backward gradients are "
+                "scattered, too.",
             ),
         ]
     return out

@@ -44,6 +44,7 @@ def train(
     for step, batch in enumerate(data):
         rank.mark(f"step {step}")
         losses.append(dist.backward(batch))
+        rank.mark(f"gradients {step}")
         optimizer.step()
         optimizer.zero_grad()
         if rank == 0:

@@ -183,7 +183,7 @@ class DataParallel:
             self.zero_grad()
         elif self._failed:
             self.zero_grad()  # what the last call left when it failed
-        self._failed = True
+        self._failed, self.summing.waits = True, False  # until they are finished, below
         total = torch.zeros(())
         for i, (some_x, some_y) in enumerate(zip(x.tensor_split(microbatches), y.tensor_split(microbatches))):
             loss = self.loss_sum(some_x, some_y)
@@ -192,7 +192,7 @@ class DataParallel:
                 (loss if scale is None else loss.to(wide) * scale.value).backward()
             total = total + loss.detach() if i else loss.detach().to(wide, copy=True)
         self.finish(batch.tokens)
-        self._failed = False
+        self._failed, self.summing.waits = False, True
         self.summing.scaled_by = scale
         return self.group.all_reduce(total, name="loss").div_(batch.tokens)
 

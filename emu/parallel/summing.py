@@ -27,6 +27,7 @@ class Summing:
 
     Attributes:
         finished: whether the gradients are those of a step: complete, and divided.
+        waits: whether a backward ends with its gradients there; False where `finish` follows at once, and waits itself.
         scaled_by: the LossScale that they carry, or None; UNKNOWN; DIVIDED once an optimizer has divided it out.
     """
 
@@ -40,7 +41,7 @@ class Summing:
     ) -> None:
         self.gradients, self.rank, self.group = list(gradients), rank, rank.group(*axes)
         self.find_unused = find_unused
-        self.finished = False
+        self.finished, self.waits = False, True
         self.scaled_by: Any = UNKNOWN
         self.steps = 0  # that an optimizer has taken
         self._gathering = gathering
@@ -162,7 +163,7 @@ class Summing:
         self._in_backward = -1
         if self._syncs:
             self._reduce_in_order(lambda gradients: True)
-            for gradients in self.gradients:
+            for gradients in self.gradients if self.waits else ():
                 if gradients.shards.place.stage < 2:
                     gradients.collect()  # .grad is there after backward, as everywhere
         if self._gathering is not None:
@@ -214,7 +215,7 @@ class Summing:
         """Before a new step."""
         for gradients in self.gradients:
             gradients.forget()
-        self.finished = False
+        self.finished, self.waits = False, True
         self.scaled_by = UNKNOWN
         self._reduced = 0
 
