@@ -59,7 +59,8 @@ def strategies_table(demo: Demo) -> Any:
     headers = ("", "equals 1 device", "states", "peak", "sent", "step", "in sight", "what it is")
     note = (
         "states: parameters, gradients and optimizer states of one device before the optimizer's step, in float32; peak: the "
-        f"most that it holds in a step; sent: by it in a step; step, and the share of communication that no kernel hides: on {SCALED}"
+        "most that it holds in a step; sent: by it in a step; step, and the share of communication that no kernel hides: on "
+        f"{SCALED}"
     )
     return Table(headers, rows, f"Data parallelism on {RANKS} devices", note, left=(0, 1, 7))
 
