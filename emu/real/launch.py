@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -114,6 +115,7 @@ def launch_real(
         links.close()
         device.close()
     world = Links(store, rank, timeout_s)
+    atexit.register(world.close)  # while Python is whole: gloo's threads end badly later
 
     def gather_all(value: Any) -> list[Any]:
         return gather(world.of("results", range(mesh.size)), value)
@@ -151,7 +153,6 @@ def _device() -> Any:
 
 
 def _initialise(torch_device: Any, timeout_s: float) -> None:
-    import atexit
     from datetime import timedelta
 
     import torch.distributed as dist
