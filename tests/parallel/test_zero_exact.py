@@ -5,8 +5,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+import emu.parallel.optimizer as optimizing
 from emu.parallel.gradients import Gradients
-from emu.parallel.optimizer import Optimizer
 from emu.parallel.shards import Shards
 
 from . import training
@@ -89,7 +89,7 @@ def test_wherever_no_sync_stands_gradients_are_those_of_the_whole_batch(case, sy
 
 # What is nearly right, and seen.
 
-_norm, _collect = Optimizer._norm, Gradients.collect
+_norm, _collect = optimizing.global_norm, Gradients.collect
 
 
 def keeps_its_sum_on_every_rank(self):  # the sum of ranks, which more is added to, is counted by all of them
@@ -103,14 +103,14 @@ def overwrites_its_part(self):  # scenario 9
     _collect(self)
 
 
-def measures_its_own_shard(self, given):  # scenario 15
-    if self.norm == 2.0:
+def measures_its_own_shard(given, vectors, norm):  # scenario 15
+    if norm == 2.0:
         return sum((g * g).sum() for g in given).sqrt()
     return max((g.abs().amax() for g in given if g.numel()), default=torch.zeros(()))
 
 
-def counts_replicas(self, given):
-    return _norm(self, given) * 2.0**0.5
+def counts_replicas(given, vectors, norm):
+    return _norm(given, vectors, norm) * 2.0**0.5
 
 
 def divides_late_and_by_what_is_its_own(self, divisor):
@@ -128,9 +128,9 @@ def never_refreshes(self):
         (Gradients, "before", keeps_its_sum_on_every_rank, case({"zero": 1}, microbatches=1)),
         (Gradients, "collect", overwrites_its_part, case({"zero": 2}, microbatches=3)),
         (Gradients, "collect", overwrites_its_part, case({"zero": 3}, sizes=[3], microbatches=3)),
-        (Optimizer, "_norm", measures_its_own_shard, case({"zero": 3}, rule=SGD._replace(clip=0.01))),
-        (Optimizer, "_norm", measures_its_own_shard, case({"zero": 1}, rule=SGD._replace(clip=0.01, norm=INF))),
-        (Optimizer, "_norm", counts_replicas, case({"zero": 1, "replicate": 2}, rule=SGD._replace(clip=0.01))),
+        (optimizing, "global_norm", measures_its_own_shard, case({"zero": 3}, rule=SGD._replace(clip=0.01))),
+        (optimizing, "global_norm", measures_its_own_shard, case({"zero": 1}, rule=SGD._replace(clip=0.01, norm=INF))),
+        (optimizing, "global_norm", counts_replicas, case({"zero": 1, "replicate": 2}, rule=SGD._replace(clip=0.01))),
         (Gradients, "finish", divides_late_and_by_what_is_its_own, case({"zero": 2})),
         (Shards, "refresh", never_refreshes, case({"zero": 1})),
         (Shards, "refresh", never_refreshes, case({"zero": 3, "precision": "bf16-mixed"})),
