@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import islice
+from typing import Any
 
 from emu.cost.errors import PricingError
 from emu.cost.kernels import kernel_s
@@ -97,7 +98,8 @@ def _advance(state: RankState, streams: Streams, launch_s: float, durations: dic
     events, host_s, chip = state.events, state.host, streams.cluster.chip
     tails, starts, ends, note_host = state.tails, state.starts, state.ends, state.hosts.append
     if state.until:  # the host was waiting
-        host_s = max(host_s, *(token.value for token in state.until))  # type: ignore[type-var]
+        times_s: list[Any] = [token.value for token in state.until]  # known by now
+        host_s = max(host_s, *times_s)
         state.until = []
         note_host(host_s)
     posted = -1  # the last transfer that was posted together with earlier ones
@@ -134,10 +136,10 @@ def _advance(state: RankState, streams: Streams, launch_s: float, durations: dic
             if type(known) is Token and known.value is not None:
                 known = known.value
             tail = tails.get(stream, 0.0)
-            if tail is None or type(known) is Token:
+            if tail is None or isinstance(known, Token):
                 streams.give(state.lane(stream), (WAIT, known))
-            elif known > tail:  # type: ignore[operator]
-                tails[stream] = known  # type: ignore[assignment]
+            elif known > tail:
+                tails[stream] = known
         elif kind is EventRecord:
             state.marks[event.event] = state.position(event.stream)
         elif kind is Transfer:
@@ -152,9 +154,9 @@ def _advance(state: RankState, streams: Streams, launch_s: float, durations: dic
                     halves = [half for half in together if half.event.stream == stream]
                     streams.give(state.lane(stream), (TRANSFERS, needed, halves))
         elif kind is HostWait:
-            waits = [state.position(s) for s in ((event.stream,) if event.stream else tuple(tails))]
+            waits: list[Any] = [state.position(s) for s in ((event.stream,) if event.stream else tuple(tails))]
             state.until = [w for w in waits if type(w) is Token]
-            host_s = max(host_s, *(w for w in waits if type(w) is not Token), 0.0)  # type: ignore[type-var]
+            host_s = max(host_s, *(w for w in waits if type(w) is not Token), 0.0)
             if state.until:
                 state.unknown = len(state.until)
                 for token in state.until:

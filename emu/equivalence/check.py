@@ -158,7 +158,8 @@ class _Arithmetic:
                     mode = ExactMode(self.values, self.gradients, certify=certifying is not None)
                     if certifying is not None:
                         certifying.append(mode)
-                    rank._device.inside_kernel = mode.kernel  # type: ignore[attr-defined]
+                    device: Any = rank._device  # a virtual one
+                    device.inside_kernel = mode.kernel
                     with mode:
                         yield
                 elif self.tier == "float64":

@@ -32,7 +32,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from emu.equivalence import exact_backward, exact_sums
-from emu.equivalence.exact_rules import GRADIENT, INSIDE, MAKES_RAW, RAW, NoExactRule, rule_of, tag_of
+from emu.equivalence.exact_rules import GRADIENT, INSIDE, MAKES_RAW, RAW, NoExactRule, rule_of, set_tag, tag_of
 
 F64 = torch.float64
 WIDER = {
@@ -220,7 +220,7 @@ class _StraightThrough(torch.autograd.Function):
         return mode.rounded(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return grad, None
 
 
@@ -251,7 +251,7 @@ def _tagged(out: Any, tags: int) -> Any:
     if tags:
         for t in out if isinstance(out, (list, tuple)) else (out,):
             if isinstance(t, torch.Tensor) and (t.is_floating_point() or t.is_complex()):
-                t._exact = tags  # type: ignore[attr-defined]
+                set_tag(t, tags)
     return out
 
 
@@ -262,9 +262,9 @@ def _tag_written(writes: Any, args: Any, tags: int) -> None:
             continue
         for t in args[i] if isinstance(args[i], (list, tuple)) else (args[i],):
             if isinstance(t, torch.Tensor) and (tags or hasattr(t, "_exact")):
-                t._exact = tags  # type: ignore[attr-defined]
+                set_tag(t, tags)
                 if tags & GRADIENT and (base := t._base) is not None:
-                    base._exact = tags  # type: ignore[attr-defined]
+                    set_tag(base, tags)
 
 
 def _widened_results(out: Any) -> Any:

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from emu.equivalence.exact_rules import GRADIENT
+from emu.equivalence.exact_rules import GRADIENT, set_tag
 
+_autograd: Any = torch.autograd  # whose types hide what is replaced here
 _lock = threading.Lock()
 _users = 0
 _original = torch.autograd.graph._engine_run_backward
@@ -28,7 +29,7 @@ def _marking(roots: Any, grads: Any, *args: Any, **kwargs: Any) -> Any:
     if any(getattr(mode, "marks_gradients", False) for mode in _get_current_dispatch_mode_stack()):
         for g in grads:
             if isinstance(g, torch.Tensor):
-                g._exact = GRADIENT  # type: ignore[attr-defined]
+                set_tag(g, GRADIENT)
     return _original(roots, grads, *args, **kwargs)
 
 
@@ -38,8 +39,8 @@ def begin() -> None:
     with _lock:
         _users += 1
         if _users == 1:
-            _original = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
-            torch.autograd._engine_run_backward = _marking  # type: ignore[attr-defined]
+            _original = _autograd._engine_run_backward
+            _autograd._engine_run_backward = _marking
 
 
 def end() -> None:
@@ -47,5 +48,5 @@ def end() -> None:
     global _users
     with _lock:
         _users -= 1
-        if _users == 0 and torch.autograd._engine_run_backward is _marking:  # type: ignore[attr-defined]
-            torch.autograd._engine_run_backward = _original  # type: ignore[attr-defined]
+        if _users == 0 and _autograd._engine_run_backward is _marking:
+            _autograd._engine_run_backward = _original

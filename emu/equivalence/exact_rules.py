@@ -6,7 +6,7 @@ it sums inside, the order of that sum would depend on how the work is cut, and e
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,6 +17,11 @@ GRADIENT = 1  # comes from where a backward starts: rounds to the gradient grid
 RAW = 2  # comes from exp or softmax: attention may normalise early or late, so bmm reads it as it is
 INSIDE = 4  # made inside a kernel: what a kernel made, the next kernel reads as it is
 ALL = GRADIENT | RAW | INSIDE
+
+
+def set_tag(x: Any, tag: int) -> None:
+    """Marks a tensor: torch lets any attribute hang on one, which types do not know of."""
+    x._exact = tag
 
 
 def tag_of(x: torch.Tensor) -> int:

@@ -136,7 +136,7 @@ def norm_backward(mode: ExactMode, func: Any, args: list[Any], kwargs: dict[str,
 
     def over_tokens(t: torch.Tensor) -> torch.Tensor:
         t = t.reshape(-1, *shape)
-        t._exact = rules.tag_of(grad)  # type: ignore[attr-defined]
+        rules.set_tag(t, rules.tag_of(grad))
         return token_sum(mode, t, [0])
 
     if wanted[1]:

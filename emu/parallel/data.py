@@ -114,14 +114,14 @@ class DataParallel:
 
     def _as_activation(self, x: Tensor) -> Tensor:
         roles = self.roles
-        return x.to(roles.param) if roles is not None and x.is_floating_point() else x  # type: ignore[arg-type]
+        return x.to(roles.param) if roles is not None and x.is_floating_point() else x
 
     def _autocast(self) -> Any:
         """Activations in another dtype than parameters: torch's autocast decides op by op."""
         roles = self.roles
         if roles is None or roles.activations == roles.param or roles.activations not in AUTOCAST:
             return nullcontext()  # autocast only narrows: wider activations than parameters there are not
-        return torch.autocast(self.rank.device.type, dtype=roles.activations)  # type: ignore[arg-type]
+        return torch.autocast(self.rank.device.type, dtype=roles.activations)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -101,7 +101,7 @@ class Summing:
         task = torch._C._current_graph_task_id()
         if self._in_backward == task:  # of a sum of several losses this is not the first
             return
-        torch.autograd.Variable._execution_engine.queue_callback(self._end)  # type: ignore[attr-defined]
+        torch.autograd.Variable._execution_engine.queue_callback(self._end)
         self._check_untouched()
         self._reduced, self._in_backward = 0, task
         for gradients in self.gradients:

@@ -21,7 +21,7 @@ def user_line() -> str:
         path = frame.f_code.co_filename
         if not path.startswith(_OTHERS):
             return f"{os.path.basename(path)}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return "unknown"
 
 

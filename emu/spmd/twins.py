@@ -21,40 +21,40 @@ from emu.spmd.group import Group
 
 def copy_to(x: Tensor, group: Group, *, name: str | None = None) -> Tensor:
     """Forward: identity. Backward: all_reduce. Enters a region where ranks compute different things from the same x."""
-    return _CopyTo.apply(x, group, name)  # type: ignore[no-any-return]
+    return _CopyTo.apply(x, group, name)
 
 
 def reduce_from(x: Tensor, group: Group, *, name: str | None = None) -> Tensor:
     """Forward: all_reduce. Backward: identity. Leaves such a region: partial sums become one value on every rank."""
-    return _ReduceFrom.apply(x, group, name)  # type: ignore[no-any-return]
+    return _ReduceFrom.apply(x, group, name)
 
 
 def scatter_to(
     x: Tensor, group: Group, dim: int = 0, sizes: Sequence[int] | None = None, *, name: str | None = None
 ) -> Tensor:
     """Forward: this rank's own piece of x along dim. Backward: all_gather. x is the same on every rank."""
-    return _ScatterTo.apply(x, group, dim, sizes, name)  # type: ignore[no-any-return]
+    return _ScatterTo.apply(x, group, dim, sizes, name)
 
 
 def gather_from(
     x: Tensor, group: Group, dim: int = 0, sizes: Sequence[int] | None = None, *, name: str | None = None
 ) -> Tensor:
     """Forward: all_gather along dim. Backward: own piece. What follows is computed alike on every rank."""
-    return _GatherFrom.apply(x, group, dim, sizes, name)  # type: ignore[no-any-return]
+    return _GatherFrom.apply(x, group, dim, sizes, name)
 
 
 def gather_shards(
     x: Tensor, group: Group, dim: int = 0, sizes: Sequence[int] | None = None, *, name: str | None = None
 ) -> Tensor:
     """Forward: all_gather along dim. Backward: reduce_scatter. What follows differs between ranks."""
-    return _GatherShards.apply(x, group, dim, sizes, name)  # type: ignore[no-any-return]
+    return _GatherShards.apply(x, group, dim, sizes, name)
 
 
 def reduce_to_shards(
     x: Tensor, group: Group, dim: int = 0, sizes: Sequence[int] | None = None, *, name: str | None = None
 ) -> Tensor:
     """Forward: reduce_scatter along dim. Backward: all_gather."""
-    return _ReduceToShards.apply(x, group, dim, sizes, name)  # type: ignore[no-any-return]
+    return _ReduceToShards.apply(x, group, dim, sizes, name)
 
 
 def exchange_shards(
@@ -67,14 +67,14 @@ def exchange_shards(
     name: str | None = None,
 ) -> Tensor:
     """Forward: all_to_all along dim. Backward: all_to_all back, with the sizes exchanged."""
-    return _ExchangeShards.apply(x, group, send_sizes, recv_sizes, dim, name)  # type: ignore[no-any-return]
+    return _ExchangeShards.apply(x, group, send_sizes, recv_sizes, dim, name)
 
 
 def shift(
     x: Tensor, group: Group, by: int = 1, *, dim: int = 0, sizes: Sequence[int] | None = None, name: str | None = None
 ) -> Tensor:
     """Forward: ring_shift by `by` places. Backward: ring_shift back."""
-    return _Shift.apply(x, group, by, dim, sizes, name)  # type: ignore[no-any-return]
+    return _Shift.apply(x, group, by, dim, sizes, name)
 
 
 def _own(x: Tensor, group: Group, dim: int, sizes: Sequence[int] | None) -> Tensor:

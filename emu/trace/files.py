@@ -206,7 +206,7 @@ def _event(number: int, line: str, shared: dict[Any, Any]) -> Event:
     for i in _TUPLES[letter]:
         values[i] = tuple(values[i])
         values[i] = shared.setdefault(values[i], values[i])
-    return LETTERS[letter]._make(_interned(values))  # type: ignore[attr-defined]
+    return LETTERS[letter]._make(_interned(values))
 
 
 def _interned(values: list[Any]) -> Iterator[Any]:

@@ -26,7 +26,7 @@ def attach(run_class: type | None = None) -> None:
     Memory._repr_png_ = _memory_png  # type: ignore[attr-defined]
     Mesh._repr_html_ = _mesh_html  # type: ignore[attr-defined]
     if run_class is not None:
-        run_class._repr_html_ = _run_html  # type: ignore[attr-defined]
+        run_class._repr_html_ = _run_html
 
 
 # One representation each: a notebook stores every one that it is given, and would draw and keep the picture twice.

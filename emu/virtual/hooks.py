@@ -139,7 +139,7 @@ def _resize(storage: Any, size: int) -> Any:
     if tracker is not None:
         tracker.resizes(storage, size)
     before = storage.nbytes()
-    result = TorchHooks.resize(storage, size)  # type: ignore[attr-defined]
+    result = TorchHooks.resize(storage, size)
     if not size and before:
         TorchHooks.emptied[storage] = before
     if tracker is not None:

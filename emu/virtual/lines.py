@@ -39,7 +39,7 @@ def user_frame(inside: tuple[str, ...] = _INSIDE, above: int = 1) -> FrameType |
             name = files[path] = "" if ours else os.path.basename(path)
         if name:
             return frame
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return None
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-_python: Any = random._inst  # type: ignore[attr-defined]
+_python: Any = random._inst
 _WORDS = 624  # of a Mersenne twister
 _BYTES = 4 * (1 + _WORDS)
 _ADDRESS = id(_python) + object.__basicsize__  # CPython: the object's head, the index, the words
