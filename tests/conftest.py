@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
@@ -14,3 +15,12 @@ settings.register_profile("exhaustive", deadline=None, max_examples=1000, suppre
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 torch.set_num_threads(1)
+
+
+@pytest.fixture
+def float64():
+    """torch's default dtype, for files that say `pytestmark = pytest.mark.usefixtures("float64")`."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(before)

@@ -7,6 +7,7 @@ output is known to when its own gradients are. While one unit computes, those it
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -83,6 +84,12 @@ class Gathering:
 
     def _leaving(self, unit: Gathered) -> Any:
         def leave(module: nn.Module, args: Any, out: Any) -> None:
+            if (
+                out is None and sys.exc_info()[0] is not None
+            ):  # it failed: what it left is in use, and will be freed later
+                if not unit.in_backward:
+                    unit.uses -= 1
+                return
             self.leave(unit)
             if torch.is_grad_enabled():
                 for t in (*tensors_of(out), *(_aside(module) if unit is not self.root else ())):

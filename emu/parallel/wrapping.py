@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from typing import Any
 
 from torch import nn
 
@@ -110,12 +111,12 @@ def wrap(
     found = Wrapped()
 
     def vectors_of(names: Sequence[str], label: str) -> Iterator[Shards]:
-        kinds: dict[object, list[str]] = {}
+        kinds: dict[tuple[bool, bool, Any], list[str]] = {}
         for name in names:
             p = parameters[name]
             whole = any(fnmatchcase(name, pattern) for pattern in replicated)
             kinds.setdefault((whole, not p.requires_grad, p.dtype), []).append(name)
-        for (whole, _, _), some in kinds.items():  # type: ignore[misc]
+        for (whole, _, _), some in kinds.items():
             place = kept if whole else spread
             shapes = tuple(tuple(parameters[name].shape) for name in some)
             owner = None

@@ -174,7 +174,7 @@ def check_use(
         what: the use in words, for this and later messages.
         where: the line of the user's program, or None.
     """
-    start, end = x if type(x) is tuple else extent(x)  # type: ignore[arg-type]
+    start, end = x if isinstance(x, tuple) else extent(x)
     name = stream.name
     uses = block.uses
     if uses is None:

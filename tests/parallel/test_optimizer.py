@@ -17,12 +17,7 @@ FEW = {name: STAGES[name] for name in ("ddp", "zero1", "zero2", "zero3", "hsdp3"
 few_ways = pytest.mark.parametrize("how", FEW.values(), ids=FEW)
 
 
-@pytest.fixture(autouse=True)
-def float64():
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(before)
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def plain(kind, optimizer, groups=None, schedule=None, clip=None, norm=2.0, steps=3, model=Plain, **options):

@@ -201,3 +201,35 @@ def test_a_backward_that_failed_leaves_nothing_behind():
     (model.loss_sum(DATA.x, DATA.y) / DATA.tokens).backward()
     for found in on_two(program):
         assert all(torch.allclose(found[name], p.grad, rtol=1e-12) for name, p in model.named_parameters())
+
+
+def test_a_forward_that_failed_leaves_nothing_whole_and_says_only_what_failed(recwarn):
+    class Fails(Twice):
+        broken = False
+
+        def forward(self, x):
+            a, b = self.layers
+            return b(a(x) if not self.broken else a(x[:, :2]))
+
+    def program(rank):
+        dist = emu.DataParallel(Fails(), rank, "dp", zero=3)
+        dist.model.broken = True
+        with pytest.raises(RuntimeError, match="shapes"):
+            dist.model(X)
+        dist.model.broken = False
+        try:
+            raise ValueError("a program may go on within its own except")
+        except ValueError:
+            out = dist.model(X)
+            out.square().sum()
+        with torch.no_grad():
+            dist.model(X)
+        dist.backward(DATA)
+        return [shards.here for shards in dist.vectors], dist.gather_gradients()
+
+    model = Twice()
+    (model.loss_sum(DATA.x, DATA.y) / DATA.tokens).backward()
+    for here, found in on_two(program):
+        assert not any(here)
+        assert all(torch.allclose(found[name], p.grad, rtol=1e-12) for name, p in model.named_parameters())
+    assert not [str(w.message) for w in recwarn if "silenced" in str(w.message)]

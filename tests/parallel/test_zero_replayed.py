@@ -44,12 +44,7 @@ def by_hand(rank, made, data, rule, steps, sizes, replicate):
         losses.append(group.all_reduce(loss.detach().clone()).div_(some.tokens))
         gradients = {name: p.grad.clone() for name, p in parameters.items()}
         optimizer.step()
-    states = {
-        (key, name): value.clone()
-        for name, p in parameters.items()
-        for key, value in optimizer.state[p].items()
-        if isinstance(value, torch.Tensor)
-    }
+    states = training.states_of(optimizer, parameters)
     values = {name: p.detach().clone() for name, p in parameters.items()}
     return {"loss": losses, "gradients": gradients, "values": values, "states": states}
 

@@ -71,12 +71,7 @@ def on_one(made, data, rule, steps):
                 p.grad.div_(data[step].tokens)
         gradients = {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
         optimizer.step()
-    states = {
-        (key, name): value.detach().clone()
-        for name, p in parameters.items()
-        for key, value in optimizer.state[p].items()
-        if isinstance(value, torch.Tensor)
-    }
+    states = training.states_of(optimizer, parameters)
     values = {name: p.detach().clone() for name, p in parameters.items()}
     return {"loss": losses, "gradients": gradients, "values": values, "states": states}
 

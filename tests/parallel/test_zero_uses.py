@@ -29,13 +29,7 @@ from .zoo import (
     same,
 )
 
-
-@pytest.fixture(autouse=True)
-def float64():
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(before)
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 every_way = pytest.mark.parametrize("how", STAGES.values(), ids=STAGES)

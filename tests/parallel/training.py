@@ -110,6 +110,16 @@ def fits(names, rule):
     return rule if len(names) > 1 else rule._replace(groups=None)
 
 
+def states_of(optimizer, parameters):
+    """(state, parameter's name) -> its value now, of an optimizer of torch's own."""
+    return {
+        (key, name): value.detach().clone()
+        for name, p in parameters.items()
+        for key, value in optimizer.state[p].items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
 def on_one_device(made, data, rule, steps):
     """Plain torch: `steps` steps on the whole of each batch."""
     model = made.model()
@@ -137,12 +147,7 @@ def on_one_device(made, data, rule, steps):
             for p in model.parameters():
                 p.grad.mul_((rule.clip / (norm + 1e-6)).clamp(max=1.0))
         optimizer.step()
-    states = {
-        (key, name): value.detach().clone()
-        for name, p in parameters.items()
-        for key, value in optimizer.state[p].items()
-        if isinstance(value, torch.Tensor)
-    }
+    states = states_of(optimizer, parameters)
     values = {name: p.detach().clone() for name, p in parameters.items()}
     return {"loss": losses, "gradients": gradients, "values": values, "states": states}
 

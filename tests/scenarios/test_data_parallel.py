@@ -13,12 +13,7 @@ from emu.equivalence import check
 SAME = 1e-9  # float64 against float64, in another order of sums: far above rounding, far below the faults (1e-1)
 
 
-@pytest.fixture(autouse=True)
-def float64():
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(before)
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 class Uneven:

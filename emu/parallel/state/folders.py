@@ -18,6 +18,7 @@ import os
 import shutil
 from contextlib import suppress
 from pathlib import Path
+from typing import IO, Any
 
 from emu.parallel.state.errors import StateError
 from emu.parallel.state.index import INDEX, SAVE, read_index
@@ -67,10 +68,10 @@ def abandon(path: Path, save: str) -> None:
     shutil.rmtree(path / save, ignore_errors=True)
 
 
-def to_disk(file: object) -> None:
+def to_disk(file: IO[Any]) -> None:
     """Returns when what was written to the file is on the disk."""
-    file.flush()  # type: ignore[attr-defined]
-    os.fsync(file.fileno())  # type: ignore[attr-defined]
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def folder_to_disk(path: Path) -> None:
