@@ -80,4 +80,6 @@ def main(what: str, folder: str) -> None:
 if __name__ == "__main__":
     main(*sys.argv[1:])
     sys.stdout.flush()
-    os._exit(0)  # all is said; on a busy machine gloo's threads may abort a process that ends by itself
+    os._exit(
+        0
+    )  # nothing of emu's is in this script: on a busy machine torch's own end may abort, with gloo's threads alive
