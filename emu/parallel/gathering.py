@@ -84,9 +84,8 @@ class Gathering:
 
     def _leaving(self, unit: Gathered) -> Any:
         def leave(module: nn.Module, args: Any, out: Any) -> None:
-            if (
-                out is None and sys.exc_info()[0] is not None
-            ):  # it failed: what it left is in use, and will be freed later
+            # It failed: what it left behind is in use, and will be freed later.
+            if out is None and sys.exc_info()[0] is not None:
                 if not unit.in_backward:
                     unit.uses -= 1
                 return

@@ -51,8 +51,7 @@ class Gradients:
         """A gradient is about to be added: a sum over ranks that is there already must count once, so one rank keeps it."""
         self.collect()
         for i in [i for i in self._filled if self._visible(i) is not None and self.shards.parameters[i].grad is None]:
-            self._views[i].zero_()  # zero_grad() of the model's, or of an optimizer's of torch's own
-            self._filled.discard(i)
+            self._filled.discard(i)  # zero_grad() of the model's, or of an optimizer's of torch's own
             self.used.discard(i)
         if not self._summed or self._whole is None:
             return

@@ -86,6 +86,34 @@ def test_gradients_that_were_zeroed_are_not_in_the_sum(how, zero):
         assert all(torch.allclose(found[name], p.grad, rtol=1e-12) for name, p in model.named_parameters())
 
 
+class Either(nn.Module):
+    """Uses one of its layers."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(4, 4, dtype=torch.float64) for _ in range(2))
+        self.which = 0
+
+    def loss_sum(self, x, y):
+        return self.layers[self.which](x).square().sum()
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_a_parameter_that_was_zeroed_and_not_used_since_has_no_gradient(zero):
+    def program(rank):
+        dist = emu.DataParallel(Either(), rank, "dp", zero=zero, find_unused=True)
+        dist.loss_sum(*OTHER.shard(rank, "dp")).backward()
+        dist.model.zero_grad()
+        dist.model.which = 1
+        dist.loss_sum(*DATA.shard(rank, "dp")).backward()
+        dist.finish(DATA.tokens)
+        return dist.gather_gradients()
+
+    for found in on_two(program):
+        assert set(found) == {"layers.1.weight", "layers.1.bias"} and all(g.any() for g in found.values())
+
+
 def test_gradients_stand_where_they_always_do_after_a_backward():
     def program(rank):
         dist = emu.DataParallel(Twice(), rank, "dp")
@@ -224,8 +252,9 @@ def test_a_forward_that_failed_leaves_nothing_whole_and_says_only_what_failed(re
             out.square().sum()
         with torch.no_grad():
             dist.model(X)
+        here = [shards.here for shards in dist.vectors]
         dist.backward(DATA)
-        return [shards.here for shards in dist.vectors], dist.gather_gradients()
+        return here, dist.gather_gradients()
 
     model = Twice()
     (model.loss_sum(DATA.x, DATA.y) / DATA.tokens).backward()

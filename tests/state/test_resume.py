@@ -266,3 +266,33 @@ def test_groups_with_other_members_or_in_another_order_are_refused(tmp_path):
     assert emu.launch(program, emu.Mesh(dp=2), args=(False,)).results == [[0.1, 0.001]] * 2
     with pytest.raises(emu.EmuError, match=r"groups have other members, or another order\n.*in the same order"):
         emu.launch(program, emu.Mesh(dp=2), args=(True,))
+
+
+@pytest.mark.parametrize(
+    "how", [{"zero": 0}, {"zero": 2}, {"zero": 3}, {"zero": 3, "reshard_after_forward": False}], ids=str
+)
+def test_what_a_load_replaces_is_nowhere_any_more(tmp_path, how):
+    """Neither whole parameters that a forward has left, nor gradients of before."""
+    data = batch(0)
+
+    def program(rank):
+        dist = emu.DataParallel(Sums(), rank, "dp", **how)
+        optimizer = dist.optimizer(torch.optim.SGD, lr=0.5)
+        x, y = data.shard(rank, "dp")
+        save(tmp_path / "it", dist, optimizer)
+        first = dist.loss_sum(x, y).detach().clone()
+        dist.backward(data)
+        right = dist.gather_gradients()
+        optimizer.step()
+        dist.zero_grad()
+        dist.loss_sum(x, y).backward()  # gradients that are not finished, and will not be
+        dist.loss_sum(x, y)  # whole units, where they are kept
+        load(tmp_path / "it", dist, optimizer)
+        again = dist.loss_sum(x, y).detach().clone()
+        dist.loss_sum(x, y).backward()
+        dist.finish(data.tokens)
+        return first, again, right, dist.gather_gradients()
+
+    for first, again, right, found in emu.launch(program, emu.Mesh(dp=2)).results:
+        assert torch.equal(first, again)
+        assert all(torch.allclose(found[name], right[name], rtol=1e-5, atol=1e-8) for name in right)
