@@ -238,7 +238,7 @@ def test_units_that_pile_up_are_seen(monkeypatch, owner, attribute, wrong):
     assert max(found.values()) > 4
 
 
-def test_a_unit_that_is_used_or_freed_before_it_is_there_is_told(monkeypatch):
+def test_a_unit_that_is_used_or_freed_before_it_is_there_is_told(monkeypatch, recwarn):
     def arrives_at_once(self):
         if not self.here:
             self.gather()
@@ -249,6 +249,7 @@ def test_a_unit_that_is_used_or_freed_before_it_is_there_is_told(monkeypatch):
     monkeypatch.setattr(Shards, "arrive", arrives_at_once)
     with pytest.raises(BufferInFlight):
         whole_units(3, {"prefetch": 1})
+    assert not [str(w.message) for w in recwarn if "silenced" in str(w.message)]  # and nothing else goes wrong after it
 
 
 # Gradients on their way.

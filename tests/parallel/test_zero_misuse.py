@@ -100,6 +100,25 @@ class Either(nn.Module):
 
 
 @pytest.mark.parametrize("zero", [0, 1])
+def test_a_rank_that_zeroed_a_parameter_and_did_not_use_it_since_adds_nothing_to_it(zero):
+    def program(rank):
+        dist = emu.DataParallel(Either(), rank, "dp", zero=zero, find_unused=True)
+        for which, data in ((0, OTHER), (1, OTHER), (rank.id, DATA)):
+            dist.model.which = which
+            dist.model.zero_grad() if data is DATA else None
+            dist.loss_sum(*data.shard(rank, "dp")).backward()
+        dist.finish(DATA.tokens)
+        return dist.gather_gradients()
+
+    model = Either()
+    for which, x in enumerate(DATA.x.split(3)):  # what each rank has used
+        model.which = which
+        (model.loss_sum(x, None) / DATA.tokens).backward()
+    for found in on_two(program):
+        assert all(torch.allclose(found[name], p.grad, rtol=1e-12) for name, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("zero", [0, 1])
 def test_a_parameter_that_was_zeroed_and_not_used_since_has_no_gradient(zero):
     def program(rank):
         dist = emu.DataParallel(Either(), rank, "dp", zero=zero, find_unused=True)
@@ -248,11 +267,11 @@ def test_a_forward_that_failed_leaves_nothing_whole_and_says_only_what_failed(re
         try:
             raise ValueError("a program may go on within its own except")
         except ValueError:
-            out = dist.model(X)
-            out.square().sum()
+            dist.model(X)
+            here = [shards.here for shards in dist.vectors]
         with torch.no_grad():
             dist.model(X)
-        here = [shards.here for shards in dist.vectors]
+        here += [shards.here for shards in dist.vectors]
         dist.backward(DATA)
         return here, dist.gather_gradients()
 
