@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from emu.spmd.arguments import readable, sizes_of
+from emu.spmd.arguments import at, readable, sizes_of
+from emu.spmd.errors import CollectiveError
 from emu.spmd.group import Group
 
 
@@ -24,9 +25,19 @@ def copy_to(x: Tensor, group: Group, *, name: str | None = None) -> Tensor:
     return _CopyTo.apply(x, group, name)
 
 
-def reduce_from(x: Tensor, group: Group, *, name: str | None = None) -> Tensor:
-    """Forward: all_reduce. Backward: identity. Leaves such a region: partial sums become one value on every rank."""
-    return _ReduceFrom.apply(x, group, name)
+def reduce_from(x: Tensor, group: Group, *, name: str | None = None, in_place: bool = False) -> Tensor:
+    """Forward: all_reduce. Backward: identity. Leaves such a region: partial sums become one value on every rank.
+
+    in_place: x itself becomes the sum, which takes no more memory. It must be no leaf that requires grad, and nobody's
+    backward may need what it was; of the latter torch's autograd sees to it.
+    """
+    if in_place and x.requires_grad and x.is_leaf and torch.is_grad_enabled():
+        raise CollectiveError(
+            f"{at(group, 'reduce_from')}: in_place=True on a leaf of shape {tuple(x.shape)} that requires grad, whose "
+            "value would be lost",
+            "leave in_place out",
+        )
+    return _ReduceFrom.apply(x, group, name, in_place)
 
 
 def scatter_to(
@@ -97,14 +108,18 @@ class _CopyTo(Function):
 
 class _ReduceFrom(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, name: str | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: Group, name: str | None, in_place: bool = False) -> Tensor:
         ctx.rest = group, name
-        return group.all_reduce(x.detach().clone(memory_format=torch.contiguous_format), name=name)
+        if not in_place:
+            return group.all_reduce(x.detach().clone(memory_format=torch.contiguous_format), name=name)
+        group.all_reduce(x.detach(), name=name)
+        ctx.mark_dirty(x)
+        return x
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         group, name = ctx.rest
-        return copy_to(grad, group, name=name), None, None
+        return copy_to(grad, group, name=name), None, None, None
 
 
 class _ScatterTo(Function):

@@ -142,7 +142,9 @@ def test_control_a_wrong_backward_is_noticed(name, monkeypatch):
 @pytest.mark.parametrize("name, trap", [("copy_to", twins._ReduceFrom), ("reduce_from", twins._CopyTo)])
 def test_control_the_classic_trap_is_noticed(name, trap, monkeypatch):
     """An identity whose backward is the identity, an all-reduce whose backward is one."""
-    monkeypatch.setattr(TWINS[name][2], "backward", trap.backward)
+    monkeypatch.setattr(
+        TWINS[name][2], "backward", staticmethod(lambda ctx, grad: (trap.backward(ctx, grad)[0], None, None, None))
+    )
     with pytest.raises(AssertionError):
         is_adjoint(Case(name, (0, 1, 2), UNEVEN, False, 0, 1, 5))
 
@@ -182,6 +184,57 @@ def test_a_recomputed_block_with_twins_has_the_same_gradients(reentrant):
         return all(torch.equal(a, b) for a, b in zip(plain, again))
 
     assert run_virtual(program, Mesh(tp=3)).results == [True] * 3
+
+
+def reduces(rank, in_place: bool, seed: int, recompute: bool = False):
+    """What reduce_from gives for a product, its gradients, what became of the product, and whether it is the result."""
+    group = rank.group()
+    x = whole((3, 2), seed + rank.id).requires_grad_()
+    w = whole((2, 2), seed + 50 + rank.id).requires_grad_()
+    seen = []
+
+    def block(x):
+        product = x @ w
+        seen.append(product.detach())
+        out = spmd.reduce_from(product, group, in_place=in_place)
+        seen.append(out.data_ptr() == product.data_ptr())
+        return out
+
+    out = checkpoint(block, x, use_reentrant=False) if recompute else block(x)
+    (out * whole(out.shape, seed + 90)).sum().backward()
+    return out.detach(), x.grad, w.grad, (x @ w).detach(), *seen[:2]
+
+
+@given(n=st.integers(1, 4), seed=st.integers(0, 99), recompute=st.booleans())
+def test_reducing_in_place_gives_the_same_and_takes_no_memory(n, seed, recompute):
+    inside = run_virtual(reduces, Mesh(tp=n), args=(True, seed, recompute)).results
+    outside = run_virtual(reduces, Mesh(tp=n), args=(False, seed)).results
+    for (out, *grads, _, product, same), (other, *others, own, kept, apart) in zip(inside, outside):
+        assert all(torch.equal(a, b) for a, b in zip([out, *grads], [other, *others]))
+        assert same and torch.equal(product, out)
+        assert not apart and torch.equal(kept, own)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_reducing_in_place_what_somebodys_backward_needs_is_an_error_there(n):
+    def program(rank, in_place):
+        x = torch.ones(2, requires_grad=True)
+        squashed = torch.sigmoid(x)  # its backward reads its result
+        spmd.reduce_from(squashed, rank.group(), in_place=in_place).sum().backward()
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        run_virtual(program, Mesh(tp=n), args=(True,))
+    run_virtual(program, Mesh(tp=n), args=(False,))
+
+
+def test_reducing_a_parameter_in_place_is_refused_while_its_value_is_there():
+    def program(rank):
+        p = torch.full((2,), 3.0, requires_grad=True)
+        with pytest.raises(spmd.CollectiveError, match=r"reduce_from on rank \d: in_place=True on a leaf"):
+            spmd.reduce_from(p, rank.group(), in_place=True)
+        assert torch.equal(p, torch.full((2,), 3.0))
+
+    run_virtual(program, Mesh(tp=2))
 
 
 def test_a_raw_collective_names_the_twin_for_a_tensor_that_requires_grad():
