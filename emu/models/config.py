@@ -1,31 +1,14 @@
-"""The shape of a decoder: a dozen numbers and choices, from which its parameters and FLOPs follow in closed form."""
+"""The shape of a decoder: numbers and choices, from which its parameters and FLOPs follow in closed form."""
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
-from typing import Literal, get_args
 
-Positions = Literal["learned", "rotary"]
-Norm = Literal["layer", "rms"]
-Activation = Literal["gelu", "swiglu"]
-Convention = Literal["causal", "full"]
+from emu.models import counting
+from emu.models.checks import ConfigError, check, check_count, check_width_divides
+from emu.models.choices import Activation, BalanceOver, Convention, Norm, Positions, RouterOrder
 
-
-class ConfigError(ValueError):
-    """A decoder that cannot be built.
-
-    Args:
-        field: the field of Config that is wrong.
-        problem: what is wrong, with the numbers.
-        hint: what to do about it.
-    """
-
-    def __init__(self, field: str, problem: str, hint: str):
-        super().__init__(f"Config.{field}: {problem}. {hint}")
-        self.field = field
-        self.problem = problem
-        self.hint = hint
+__all__ = ["Config", "ConfigError"]
 
 
 @dataclass(frozen=True)
@@ -46,11 +29,29 @@ class Config:
         norm: "layer" (https://arxiv.org/abs/1607.06450) or "rms" (https://arxiv.org/abs/1910.07467).
         activation: "gelu" (two matrices) or "swiglu" (three: gate, up, down; https://arxiv.org/abs/2002.05202).
         bias: biases in every linear map but the head, and in layer norms.
-        dropout: probability of zeroing an element, after the embedding and at the end of each residual branch;
-            attention weights are never dropped, because the one kernel does not keep them.
+        dropout: probability of zeroing an element, after the embedding and at the end of each residual branch.
         tied: the head uses the embedding's matrix.
         rope_base: the base of the rotary angles.
         norm_eps: added to the variance in norms.
+        label_smoothing: the part of each label that is spread evenly over the vocabulary
+            (https://arxiv.org/abs/1512.00567, section 7).
+        fused: attention is one kernel, which keeps no scores; False spells it out, as it was before there were such
+            kernels, and keeps them all (https://arxiv.org/abs/2205.05198 counts their bytes).
+        attention_dropout: probability of zeroing an attention weight; it needs fused=False.
+        experts: how many MLPs each block has, of width ffn and without biases, of which every token meets top_k
+            (https://arxiv.org/abs/1701.06538); 0: one MLP, a dense model.
+        top_k: how many experts a token goes to.
+        shared_ffn: width of the hidden layer of an MLP that every token passes besides
+            (https://arxiv.org/abs/2401.06066); 0: none.
+        router: "softmax-topk" weighs a token's experts by their probabilities among all; "topk-softmax" takes the
+            softmax over the chosen ones alone (https://arxiv.org/abs/2401.04088, section 2.1).
+        renormalize: divide the weights of "softmax-topk" by their sum.
+        balance: coefficient of the loss that asks for an even use of experts; 0.0: none.
+        balance_over: "sequence" asks for it within each sequence, "batch" over all tokens of a forward, which then
+            depends on how a batch is cut.
+        capacity: an expert takes at most ceil(capacity * seq * top_k / experts) choices of a sequence, the rest is
+            dropped; None: it takes all.
+        routing: what is taken for granted where tensors have shapes and no values: "uniform", "zipf:1.2", or None.
 
     Raises:
         ConfigError: names the field, the numbers and what to do.
@@ -72,110 +73,49 @@ class Config:
     tied: bool = False
     rope_base: float = 10_000.0
     norm_eps: float = 1e-5
+    label_smoothing: float = 0.0
+    fused: bool = True
+    attention_dropout: float = 0.0
+    experts: int = 0
+    top_k: int = 2
+    shared_ffn: int = 0
+    router: RouterOrder = "softmax-topk"
+    renormalize: bool = False
+    balance: float = 0.0
+    balance_over: BalanceOver = "sequence"
+    capacity: float | None = None
+    routing: str | None = "uniform"
 
     def __post_init__(self):
         for field in ("layers", "width", "heads"):
-            self._check_count(field)
+            check_count(self, field)
         if self.kv_heads is None:
             object.__setattr__(self, "kv_heads", self.heads)
         if self.head_dim is None:
-            self._check_width_divides()
+            check_width_divides(self)
             object.__setattr__(self, "head_dim", self.width // self.heads)
         if self.ffn is None:
             object.__setattr__(self, "ffn", 4 * self.width)
-        for field in ("kv_heads", "head_dim", "ffn", "vocab", "seq"):
-            self._check_count(field)
-        self._check_heads()
-        self._check_choice("positions", get_args(Positions))
-        self._check_choice("norm", get_args(Norm))
-        self._check_choice("activation", get_args(Activation))
-        self._check_numbers()
-        if self.positions == "rotary" and self.head_dim % 2:
-            raise ConfigError(
-                "head_dim",
-                f"rotary positions turn pairs of numbers, but head_dim is {self.head_dim}, which is odd",
-                f'Use head_dim={self.head_dim + 1}, or positions="learned".',
-            )
-
-    def _check_count(self, field: str) -> None:
-        value = getattr(self, field)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(field, f"expected a whole number of at least 1, got {value!r}", f"Write e.g. {field}=4.")
-
-    def _check_width_divides(self) -> None:
-        if self.width % self.heads:
-            near = max(1, round(self.width / self.heads)) * self.heads
-            raise ConfigError(
-                "heads",
-                f"width {self.width} cannot be cut into {self.heads} heads of equal size",
-                f"Use width={near}, or say how large a head is with head_dim=.",
-            )
-
-    def _check_heads(self) -> None:
-        if self.heads % self.kv_heads:
-            fitting = [n for n in range(1, self.heads + 1) if self.heads % n == 0]
-            raise ConfigError(
-                "kv_heads",
-                f"every key and value head serves the same number of query heads, but {self.heads} heads cannot be "
-                f"shared out evenly over {self.kv_heads}",
-                f"Use a divisor of heads: one of {fitting}.",
-            )
-
-    def _check_choice(self, field: str, choices: tuple[str, ...]) -> None:
-        value = getattr(self, field)
-        if value not in choices:
-            near = difflib.get_close_matches(str(value).lower(), choices, n=1, cutoff=0.3)
-            meant = f' Did you mean "{near[0]}"?' if near else ""
-            listed = " or ".join(f'"{choice}"' for choice in choices)
-            raise ConfigError(field, f"there is no {value!r}", f"Use {listed}.{meant}")
-
-    def _check_numbers(self) -> None:
-        for field in ("bias", "tied"):
-            if not isinstance(getattr(self, field), bool):
-                raise ConfigError(
-                    field, f"expected True or False, got {getattr(self, field)!r}", f"Write {field}=True."
-                )
-        for field in ("dropout", "rope_base", "norm_eps"):
-            value = getattr(self, field)
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise ConfigError(field, f"expected a number, got {value!r}", f"Write e.g. {field}=0.1.")
-        if not 0 <= self.dropout < 1:
-            raise ConfigError(
-                "dropout",
-                f"a probability of at least 0 and below 1 is needed, got {self.dropout!r}",
-                "Write dropout=0.1 to drop a tenth; at 1 nothing would be left.",
-            )
-        if not 1 < self.rope_base < float("inf"):
-            raise ConfigError(
-                "rope_base", f"needs a finite number above 1, got {self.rope_base!r}", "10000.0 is usual."
-            )
-        if not 0 < self.norm_eps < float("inf"):
-            raise ConfigError("norm_eps", f"needs a finite number above 0, got {self.norm_eps!r}", "1e-5 is usual.")
+        check(self)
 
     def n_params(self) -> int:
         """The number of parameters of Decoder(self); a tied matrix counts once."""
-        return self.vocab * self.width * (1 if self.tied else 2) + (
-            (self.seq * self.width if self.positions == "learned" else 0)
-            + self.layers * self.block_params()
-            + self._norm_params()
-        )
+        return counting.n_params(self)
+
+    def active_params(self) -> int:
+        """The number of parameters that one token meets: of each block's experts, top_k. All, if there are none."""
+        return counting.active_params(self)
 
     def block_params(self) -> int:
         """The number of parameters of one block, its two norms included."""
-        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        hidden = self.ffn * (2 if self.activation == "swiglu" else 1)  # gate and up, or up alone
-        matrices = self.width * (2 * q + 2 * kv) + self.width * (hidden + self.ffn)
-        biases = (q + 2 * kv + self.width) + (hidden + self.width)
-        return matrices + (biases if self.bias else 0) + 2 * self._norm_params()
-
-    def _norm_params(self) -> int:
-        return self.width * (2 if self.norm == "layer" and self.bias else 1)
+        return counting.block_params(self)
 
     def flops(self, batch: int = 1, seq: int | None = None, attention: Convention = "causal") -> int:
         """Forward FLOPs of the matrix products; a multiply-add is two, and a training step is three times this.
 
-        Every token pays for all linear maps, the head included; looking up an embedding, norms, activations and
-        softmax count nothing. Recomputation never counts as model FLOPs. Conventions of published tables:
+        Every token pays for all linear maps, the head included, and of a block's experts for top_k, whether a
+        capacity drops some or not. Looking up an embedding, norms, activations and softmax count nothing.
+        Recomputation never counts as model FLOPs. Conventions of published tables:
         https://arxiv.org/abs/2205.05198 (full), https://arxiv.org/abs/2204.02311, appendix B (full).
 
         Args:
@@ -194,12 +134,4 @@ class Config:
         Fewer key and value heads make their projections cheaper, never the scores: every query head still meets
         every key.
         """
-        seq = self.seq if seq is None else seq
-        if attention not in get_args(Convention):
-            raise ValueError(f'attention={attention!r}: count "causal" or "full" pairs of a query and a key.')
-        pairs = seq * (seq + 1) // 2 if attention == "causal" else seq * seq
-        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        matrices = 3 if self.activation == "swiglu" else 2
-        linear = 2 * batch * seq * self.width * (2 * q + 2 * kv + matrices * self.ffn)
-        scores_and_values = 2 * 2 * batch * pairs * q
-        return linear + scores_and_values
+        return counting.block_flops(self, batch, self.seq if seq is None else seq, attention)

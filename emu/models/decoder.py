@@ -5,40 +5,43 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from emu.models.attention import Attention
+from emu.models.attention import Attention, causal_mask
 from emu.models.config import Config
-from emu.models.layers import Embedding, Linear, draw_, norm
+from emu.models.layers import Dropout, Embedding, Linear, draw_, norm
+from emu.models.loss import IGNORED, CrossEntropy
 from emu.models.mlp import mlp
+from emu.models.moe import Experts, MoE
 from emu.models.rotary import Rotation, rotation
-
-IGNORED = -100  # a label that asks for nothing: torch's convention
+from emu.models.router import Router
 
 
 class Block(nn.Module):
-    """One layer: x + attention(norm1(x)), then x + mlp(norm2(x))."""
+    """One layer: x + attention(norm1(x)), then x + mlp(norm2(x)), or moe in place of mlp."""
 
     def __init__(self, config: Config):
         super().__init__()
         self.norm1 = norm(config)
         self.attention = Attention(config)
         self.norm2 = norm(config)
-        self.mlp = mlp(config)
-        self.dropout = nn.Dropout(config.dropout)
+        self.mlp = None if config.experts else mlp(config)
+        self.moe = MoE(config) if config.experts else None
+        self.dropout = Dropout(config.dropout)
 
-    def forward(self, x: Tensor, rotation: Rotation | None = None) -> Tensor:
-        """x: [batch, seq, width] -> [batch, seq, width]; rotation: the model's rotary tables, or None."""
-        x = x + self.dropout(self.attention(self.norm1(x), rotation))
-        return x + self.dropout(self.mlp(self.norm2(x)))
+    def forward(self, x: Tensor, rotation: Rotation | None = None, mask: Tensor | None = None) -> Tensor:
+        """x: [batch, seq, width] -> [batch, seq, width]; rotation, mask: what all layers share, as for Attention."""
+        branch = self.mlp if self.moe is None else self.moe
+        x = x + self.dropout(self.attention(self.norm1(x), rotation, mask))
+        return x + self.dropout(branch(self.norm2(x)))
 
 
 class Decoder(nn.Module):
     """A decoder-only transformer.
 
     Names: embedding, positions (learned ones only), blocks.{i}.norm1, blocks.{i}.attention.{q,k,v,o},
-    blocks.{i}.norm2, blocks.{i}.mlp.{gate,up,down} (gate in SwiGLU only), norm, head.
+    blocks.{i}.norm2, blocks.{i}.mlp.{gate,up,down} (gate in SwiGLU only), norm, head, loss. With experts, in place of
+    mlp: blocks.{i}.moe.{router,experts,shared,balance,capacity}.
 
     Args:
         config: its shape.
@@ -54,12 +57,13 @@ class Decoder(nn.Module):
         self.embedding = Embedding(config.vocab, config.width)
         if config.positions == "learned":
             self.positions = Embedding(config.seq, config.width)
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = norm(config)
         self.head = Linear(config.width, config.vocab, bias=False)
         if config.tied:
             self.head.weight = self.embedding.weight
+        self.loss = CrossEntropy(config.label_smoothing)
         self._draw(seed)
 
     def _draw(self, seed: int) -> None:
@@ -67,7 +71,10 @@ class Decoder(nn.Module):
         std, std_residual = 0.02, 0.02 / math.sqrt(2 * self.config.layers)
         drawn = set()
         for name, module in self.named_modules():
-            if not isinstance(module, (Linear, Embedding)) or module.weight in drawn:
+            if isinstance(module, Experts):
+                for part, weight in module.named_parameters():
+                    draw_(weight, std_residual if part == "down" else std, generator)
+            if not isinstance(module, (Linear, Embedding, Router)) or module.weight in drawn:
                 continue
             drawn.add(module.weight)
             draw_(module.weight, std_residual if name.endswith((".o", ".down")) else std, generator)
@@ -98,12 +105,13 @@ class Decoder(nn.Module):
         else:
             tables = rotation(positions, self.config.head_dim, self.config.rope_base, x.dtype)
         x = self.dropout(x)
+        mask = None if self.config.fused else causal_mask(tokens.shape[1], tokens.device)
         for block in self.blocks:
-            x = block(x, tables)
+            x = block(x, tables, mask)
         return self.head(self.norm(x))
 
     def loss_sum(self, tokens: Tensor, labels: Tensor, positions: Tensor | None = None) -> Tensor:
-        """The sum of the cross-entropies of all labels that are not -100, in nats.
+        """The sum of the cross-entropies of all labels that are not -100, in nats, and what unevenly used experts cost.
 
         It is a sum so that parts of a batch add up: divide once, by the number of labels of the whole batch. Without
         any labels it is 0 and every gradient is 0.
@@ -124,10 +132,34 @@ class Decoder(nn.Module):
                 f"labels are {tuple(labels.shape)} {labels.dtype}, tokens {tuple(tokens.shape)}: give one int64 label "
                 f"per token, the token that follows it, or {IGNORED} where there is none."
             )
-        logits = self(tokens, positions)
-        if logits.dtype in (torch.bfloat16, torch.float16):
-            logits = logits.float()  # a long sum in 8 or 11 bits would lose most of its terms
-        return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum", ignore_index=IGNORED)
+        loss = self.loss(self(tokens, positions), labels)
+        uneven = self.balance_sum(labels)
+        return loss if uneven is None else loss + uneven
+
+    def balance_sum(self, labels: Tensor) -> Tensor | None:
+        """What the last forward's use of experts costs: config.balance times the sum over layers and sequences of
+        (labels of the sequence that count) * (its balance).
+
+        Divided by all labels, as the loss is, that is config.balance times a mean over sequences, in which each
+        weighs as much as it has labels, however a batch was cut into parts. Each layer's balance is given up to it:
+        a second call has nothing to add up.
+
+        Args:
+            labels: [batch, seq] int64, as for loss_sum.
+
+        Returns:
+            A scalar, in float32 at least; None where there is nothing to balance.
+        """
+        each = []
+        for block in self.blocks:
+            moe = getattr(block, "moe", None)
+            if moe is not None and moe.balance_loss is not None:
+                each.append(moe.balance_loss)  # [batch]
+                moe.balance_loss = None  # it holds on to its forward's graph
+        if not each:
+            return None
+        weights = (labels != IGNORED).sum(-1) * self.config.balance
+        return (sum(each[1:], each[0]) * weights.to(each[0].dtype)).sum()
 
     def _check_tokens(self, tokens: Tensor) -> None:
         if tokens.dim() != 2:

@@ -1,4 +1,4 @@
-"""Linear maps, embeddings and norms that leave drawing their weights to the model, and the drawing."""
+"""Linear maps, embeddings, norms and dropout; weights are left to the model to draw, with draw_."""
 
 from __future__ import annotations
 
@@ -20,6 +20,19 @@ class Embedding(nn.Embedding):
 
     def reset_parameters(self) -> None:
         """Leave the memory as it is; Decoder draws."""
+
+
+class Dropout(nn.Dropout):
+    """nn.Dropout by one operator that keeps a mask of one byte for each element, as GPUs do.
+
+    On a CPU, nn.Dropout keeps a mask as wide as its input.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """input: any shape; zeroed with probability p in training, the rest divided by 1 - p."""
+        if not self.training or self.p == 0:
+            return input
+        return torch.native_dropout(input, self.p, True)[0]
 
 
 def norm(config: Config) -> nn.Module:

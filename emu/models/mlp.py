@@ -12,10 +12,10 @@ from emu.models.layers import Linear
 class MLP(nn.Module):
     """down(gelu(up(x))): https://arxiv.org/abs/1606.08415."""
 
-    def __init__(self, config: Config):
+    def __init__(self, config: Config, ffn: int):
         super().__init__()
-        self.up = Linear(config.width, config.ffn, bias=config.bias)
-        self.down = Linear(config.ffn, config.width, bias=config.bias)
+        self.up = Linear(config.width, ffn, bias=config.bias)
+        self.down = Linear(ffn, config.width, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [batch, seq, width] -> [batch, seq, width]."""
@@ -25,17 +25,18 @@ class MLP(nn.Module):
 class GatedMLP(nn.Module):
     """down(silu(gate(x)) * up(x)), SwiGLU: https://arxiv.org/abs/2002.05202."""
 
-    def __init__(self, config: Config):
+    def __init__(self, config: Config, ffn: int):
         super().__init__()
-        self.gate = Linear(config.width, config.ffn, bias=config.bias)
-        self.up = Linear(config.width, config.ffn, bias=config.bias)
-        self.down = Linear(config.ffn, config.width, bias=config.bias)
+        self.gate = Linear(config.width, ffn, bias=config.bias)
+        self.up = Linear(config.width, ffn, bias=config.bias)
+        self.down = Linear(ffn, config.width, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [batch, seq, width] -> [batch, seq, width]."""
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
-def mlp(config: Config) -> nn.Module:
-    """The MLP that the config's activation asks for."""
-    return GatedMLP(config) if config.activation == "swiglu" else MLP(config)
+def mlp(config: Config, ffn: int | None = None) -> nn.Module:
+    """The MLP that the config's activation asks for, with a hidden layer of width ffn (None: the config's)."""
+    kind = GatedMLP if config.activation == "swiglu" else MLP
+    return kind(config, config.ffn if ffn is None else ffn)
