@@ -13,7 +13,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from emu import spmd
-from emu.spmd import EmuError, Grads, Group, Layout, Mesh, Partial, Precision, Rank, Replicate, Shard, grads
+from emu.spmd import EmuError, Grads, Group, Layout, Mesh, Partial, Precision, Rank, Replicate, Shard, Slices, grads
 
 if TYPE_CHECKING:
     from emu.equivalence import Verdict, verify
@@ -38,6 +38,7 @@ __all__ = [
     "Replicate",
     "Run",
     "Shard",
+    "Slices",
     "Verdict",
     "chip",
     "cluster",

@@ -2,7 +2,7 @@
 
 What can be carried: None, bool, int, float (NaN and infinities included), str; lists, tuples and dicts (keys: str, int,
 float, bool, None) of these, nested; dense tensors of any dtype, which arrive on the CPU without autograd, and those of
-shape runs, which have no values; Grads with their layouts; Layout, Shard, Replicate, Partial.
+shape runs, which have no values; Grads with their layouts; Layout, Shard, Slices, Replicate, Partial.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from emu.real.moves import as_bytes, from_bytes, gathered
 from emu.spmd.errors import EmuError
 from emu.spmd.layout import Layout, Partial, Replicate, Shard
 from emu.spmd.rank import Grads
+from emu.spmd.slices import Slices
 
 
 def encode(value: Any, tensors: list[Tensor], path: str = "result") -> Any:
@@ -41,6 +42,8 @@ def encode(value: Any, tensors: list[Tensor], path: str = "result") -> Any:
         return {"layout": _items(value.placements, tensors, path)}
     if isinstance(value, Shard):
         return {"shard": value.dim}
+    if isinstance(value, Slices):
+        return {"slices": [value.dim, value.ranges]}
     if isinstance(value, Replicate):
         return {"replicate": None}
     if isinstance(value, Partial):
@@ -85,6 +88,8 @@ def decode(data: Any, tensors: list[Tensor]) -> Any:
             return Layout(_pairs(inner, tensors))
         case "shard":
             return Shard(inner)
+        case "slices":
+            return Slices(*inner)
         case "replicate":
             return Replicate()
         case "partial":

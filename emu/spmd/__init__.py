@@ -21,6 +21,7 @@ from emu.spmd.layout import Layout, Partial, Replicate, Shard, same_bits, split_
 from emu.spmd.mesh import Mesh
 from emu.spmd.precision import Precision
 from emu.spmd.rank import Event, Grads, Rank, Stream, grads
+from emu.spmd.slices import Slices
 from emu.spmd.twins import (
     copy_to,
     exchange_shards,
@@ -55,6 +56,7 @@ __all__ = [
     "ReplicasDisagree",
     "Replicate",
     "Shard",
+    "Slices",
     "Stream",
     "VirtualOutOfMemory",
     "Work",

@@ -60,20 +60,32 @@ class Mesh:
             self._on = Mesh.smallest_cluster(self.size)
         return self._on
 
-    def coords(self, rank: int) -> dict[str, int]:
-        """Where a rank lies: axis -> index."""
-        self._check(rank)
-        coords: dict[str, int] = {}
-        for axis, size in reversed(self.axes.items()):
-            rank, coords[axis] = divmod(rank, size)
-        return dict(reversed(coords.items()))
+    def sizes(self, folded: bool = False) -> dict[str, int]:
+        """Size of every axis, outermost first; folded: of pp, if there is one, and of edp, ep and etp in place of the others."""
+        if not folded:
+            return dict(self.axes)
+        dense = self.size // self.axes.get("pp", 1)
+        stages = {"pp": self.axes["pp"]} if "pp" in self.axes else {}
+        return stages | (self.folds or {"edp": dense, "ep": 1, "etp": 1})
 
-    def rank_at(self, coords: Mapping[str, int]) -> int:
-        """The rank at the given index along every axis (0 where none is given)."""
-        rank = 0
-        for axis, size in self.axes.items():
-            rank = rank * size + coords.get(axis, 0)
-        return rank
+    def coords(self, rank: int, folded: bool = False) -> dict[str, int]:
+        """Where a rank lies: axis -> index, for the axes of `sizes(folded)`."""
+        self._check(rank)
+        here = _unpacked(rank, self.axes)
+        if not folded:
+            return here
+        stage, dense = _apart(here)
+        return stage | _unpacked(_packed(dense, self._dense_axes()), _apart(self.sizes(folded=True))[1])
+
+    def rank_at(self, coords: Mapping[str, int], folded: bool = False) -> int:
+        """The rank at the given index along every axis of `sizes(folded)` (0 where none is given)."""
+        if folded:
+            stage, inside = _apart(coords)
+            coords = stage | _unpacked(_packed(inside, _apart(self.sizes(folded=True))[1]), self._dense_axes())
+        return _packed(coords, self.axes)
+
+    def _dense_axes(self) -> dict[str, int]:
+        return _apart(self.axes)[1]
 
     def members(self, rank: int, *axes: str) -> tuple[int, ...]:
         """Global ranks of the group that `rank` forms along the given axes, in mesh order.
@@ -91,20 +103,11 @@ class Mesh:
         folded = [axis for axis in axes if axis in FOLDED]
         if folded and len(folded) < len(axes):
             raise MeshError(f"expert axes {folded} cannot be mixed with dense ones in {axes}", "make two groups")
-        return self._folded(rank, axes) if folded else self._dense(rank, axes)
-
-    def _dense(self, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
-        here, group = self.coords(rank), [{}]
-        for axis in self.axes:  # mesh order, whatever the order they were named in
+        here, group = self.coords(rank, bool(folded)), [{}]
+        for axis, size in self.sizes(bool(folded)).items():  # mesh order, whatever the order they were named in
             if axis in axes:
-                group = [{**coords, axis: i} for coords in group for i in range(self.axes[axis])]
-        return tuple(self.rank_at({**here, **coords}) for coords in group)
-
-    def _folded(self, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
-        stage = self._dense(rank, tuple(axis for axis in self.axes if axis != "pp"))
-        inside = Mesh()  # the stage's ranks, arranged once more along the expert axes
-        inside.axes, inside.size = self.folds or {"edp": len(stage), "ep": 1, "etp": 1}, len(stage)
-        return tuple(stage[i] for i in inside._dense(stage.index(rank), axes))
+                group = [{**coords, axis: i} for coords in group for i in range(size)]
+        return tuple(self.rank_at({**here, **coords}, bool(folded)) for coords in group)
 
     def _check(self, rank: int) -> None:
         if not 0 <= rank < self.size:
@@ -117,3 +120,23 @@ class Mesh:
     def __repr__(self) -> str:
         where = f", on={getattr(self._on, 'name', self._on)!s}" if self._on is not None else ""
         return f"Mesh({', '.join(str(self).split()) if self.axes or self.folds else ''}{where})"
+
+
+def _packed(coords: Mapping[str, int], sizes: Mapping[str, int]) -> int:
+    """The number of a place along axes, the last of which runs fastest."""
+    number = 0
+    for axis, size in sizes.items():
+        number = number * size + coords.get(axis, 0)
+    return number
+
+
+def _unpacked(number: int, sizes: dict[str, int]) -> dict[str, int]:
+    coords: dict[str, int] = {}
+    for axis, size in reversed(sizes.items()):
+        number, coords[axis] = divmod(number, size)
+    return dict(reversed(coords.items()))
+
+
+def _apart(values: Mapping[str, int]) -> tuple[dict[str, int], dict[str, int]]:
+    """That of the stage, and those inside of it."""
+    return {k: v for k, v in values.items() if k == "pp"}, {k: v for k, v in values.items() if k != "pp"}
