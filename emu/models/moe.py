@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from emu.models.config import Config
 from emu.models.mlp import mlp
 from emu.models.router import Balance, Capacity, Router
-from emu.models.routing import declared
+from emu.models.routing import UnknownRouting, declared
 from emu.models.rows import put, take
 
 
@@ -21,7 +21,10 @@ class Experts(nn.Module):
 
     Attributes:
         declared: how tokens are taken to be spread where tensors have no values: see emu.models.routing.
+        dropped: choices of the last forward that found their expert full.
     """
+
+    dropped: int = 0
 
     def __init__(self, config: Config):
         super().__init__()
@@ -57,9 +60,14 @@ class Experts(nn.Module):
         n_experts = len(self.up)
         counts = expert.new_zeros(n_experts).scatter_add_(0, expert, torch.ones_like(expert))
         if counts.is_meta and self.declared is not None:
-            n = len(expert)
-            return list(declared(self.declared, n, n_experts, -(-n // self.top_k)))  # a token chooses no expert twice
+            return self.expected(len(expert), n_experts)
         return counts.tolist()
+
+    def expected(self, n: int, n_experts: int) -> list[int]:
+        """How many of n rows each of n_experts is taken to have, by the declared routing."""
+        if self.declared is None:
+            raise UnknownRouting("no routing was declared, and tensors without values have none")
+        return list(declared(self.declared, n, n_experts, -(-n // self.top_k)))  # a token chooses no expert twice
 
     def grouped(self, x: Tensor, counts: list[int]) -> Tensor:
         """The same for rows that lie expert by expert: counts[0] rows of the first, counts[1] of the second, ..."""
@@ -105,6 +113,7 @@ class MoE(nn.Module):
             out = self.experts(rows, experts.flatten())
         else:
             counts = self.count(experts, kept)
+            self.experts.dropped = len(rows) - sum(counts)
             first = kept.flatten().logical_not().argsort(stable=True)[: sum(counts)]  # the kept ones
             out = put(self.experts(take(rows, first), experts.flatten()[first], counts), first, len(rows))
         # Outputs are weighed, not inputs: an expert that is spread over ranks then sums the same numbers.

@@ -126,11 +126,19 @@ class Capacity(nn.Module):
     def forward(self, experts: Tensor) -> Tensor | None:
         """experts: [batch, seq, k] int64. Returns [batch, seq, k] bool, the choices that are kept; None: all are."""
         limit = self.limit(*experts.shape[1:])
-        if limit is None:
-            return None
+        return None if limit is None else self.keep(experts, limit)
+
+    def keep(self, experts: Tensor, limit: int, before: Tensor | None = None) -> Tensor:
+        """The choices that come first, up to a limit: [batch, seq, k] int64 -> the same shape, bool.
+
+        Args:
+            before: [batch, experts] int64, choices that each expert has of earlier tokens that are not among these.
+        """
         chosen = experts.flatten(1)  # [batch, seq * k], in the order in which experts take them
         order = chosen.argsort(dim=-1, stable=True)
         counts = chosen.new_zeros(len(chosen), self.n_experts).scatter_add_(1, chosen, torch.ones_like(chosen))
         first = counts.cumsum(-1) - counts  # where each expert's choices begin in that order
+        if before is not None:
+            first = first - before
         places = torch.arange(chosen.shape[1], device=chosen.device) - first.gather(1, chosen.gather(1, order))
         return torch.empty_like(chosen, dtype=torch.bool).scatter_(1, order, places < limit).view_as(experts)
