@@ -25,15 +25,14 @@ class Block(nn.Module):
         self.norm1 = norm(config)
         self.attention = Attention(config)
         self.norm2 = norm(config)
-        self.mlp = None if config.experts else mlp(config)
-        self.moe = MoE(config) if config.experts else None
+        self.branch = "moe" if config.experts else "mlp"  # the name of the second branch, of which there is only one
+        self.add_module(self.branch, MoE(config) if config.experts else mlp(config))
         self.dropout = Dropout(config.dropout)
 
     def forward(self, x: Tensor, rotation: Rotation | None = None, mask: Tensor | None = None) -> Tensor:
         """x: [batch, seq, width] -> [batch, seq, width]; rotation, mask: what all layers share, as for Attention."""
-        branch = self.mlp if self.moe is None else self.moe
         x = x + self.dropout(self.attention(self.norm1(x), rotation, mask))
-        return x + self.dropout(branch(self.norm2(x)))
+        return x + self.dropout(getattr(self, self.branch)(self.norm2(x)))
 
 
 class Decoder(nn.Module):
