@@ -53,7 +53,7 @@ class Experts(nn.Module):
         if counts is None:
             counts = self.count(expert)
         order = expert.argsort(stable=True)
-        return put(self.grouped(take(x, order), counts), order, len(x))
+        return put(self.grouped(take(x, order), counts), order)
 
     def count(self, expert: Tensor) -> list[int]:
         """How many rows each expert has: [n] int64 -> one number per expert. The host waits for it."""
@@ -115,7 +115,7 @@ class MoE(nn.Module):
             counts = self.count(experts, kept)
             self.experts.dropped = len(rows) - sum(counts)
             first = kept.flatten().logical_not().argsort(stable=True)[: sum(counts)]  # the kept ones
-            out = put(self.experts(take(rows, first), experts.flatten()[first], counts), first, len(rows))
+            out = put(self.experts(take(rows, first, some=True), experts.flatten()[first], counts), first, len(rows))
         # Outputs are weighed, not inputs: an expert that is spread over ranks then sums the same numbers.
         mixed = (out.unflatten(0, (len(tokens), k)) * weights.flatten(0, 1).unsqueeze(-1)).sum(1).view_as(x)
         return mixed if self.shared is None else mixed + self.shared(x)

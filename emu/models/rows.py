@@ -13,26 +13,27 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 
-def take(x: Tensor, index: Tensor) -> Tensor:
+def take(x: Tensor, index: Tensor, some: bool = False) -> Tensor:
     """Forward: the rows x[index]. Backward: each gradient goes back to its row; rows not taken get zeros.
 
     Args:
         x: [n, width].
         index: [m] int64, no number twice.
+        some: the index may leave rows out; otherwise it is a permutation.
 
     Returns:
         [m, width].
     """
-    return _Take.apply(x, index)  # type: ignore[no-any-return]
+    return _Take.apply(x, index, some)  # type: ignore[no-any-return]
 
 
-def put(x: Tensor, index: Tensor, n: int) -> Tensor:
+def put(x: Tensor, index: Tensor, n: int | None = None) -> Tensor:
     """Forward: row i of x becomes row index[i] of n; the others are zeros. Backward: take.
 
     Args:
         x: [m, width].
         index: [m] int64, no number twice, all below n.
-        n: how many rows there are.
+        n: how many rows there are (None: m, and the index is a permutation).
 
     Returns:
         [n, width].
@@ -40,28 +41,27 @@ def put(x: Tensor, index: Tensor, n: int) -> Tensor:
     return _Put.apply(x, index, n)  # type: ignore[no-any-return]
 
 
-def _placed(x: Tensor, index: Tensor, n: int) -> Tensor:
-    shape = (n, *x.shape[1:])
-    into = x.new_empty(shape) if len(x) == n else x.new_zeros(shape)  # a permutation leaves no row out
+def _placed(x: Tensor, index: Tensor, n: int | None) -> Tensor:
+    into = torch.empty_like(x) if n is None else x.new_zeros(n, *x.shape[1:])  # a permutation leaves no row unwritten
     return into.index_copy_(0, index, x)
 
 
 class _Take(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, index: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, index: Tensor, some: bool) -> Tensor:
         ctx.save_for_backward(index)
-        ctx.n = len(x)
+        ctx.n = len(x) if some else None
         return x.index_select(0, index)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _placed(grad, ctx.saved_tensors[0], ctx.n), None
+        return _placed(grad, ctx.saved_tensors[0], ctx.n), None, None
 
 
 class _Put(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, index: Tensor, n: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, index: Tensor, n: int | None) -> Tensor:
         ctx.save_for_backward(index)
         return _placed(x, index, n)
 
