@@ -1,0 +1,132 @@
+"""The stock Llama of transformers, from a config: a model that nobody wrote for this library.
+
+Needs the extra `hf`. Nothing is downloaded: weights are drawn.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import inspect
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from emu.models.layers import draw_
+from emu.models.loss import CrossEntropy
+
+if TYPE_CHECKING:
+    from transformers import LlamaConfig
+
+ALSO = ("rope_theta", "rope_scaling", "attn_implementation")  # words that LlamaConfig takes besides its fields
+
+
+class TransformersMissing(ImportError):
+    """transformers cannot be imported. Fields: hint (str, what to do)."""
+
+    def __init__(self, why: str):
+        self.hint = 'Install it with the extra: pip install "emu[hf]"'
+        super().__init__(f"the stock Llama is that of transformers, which cannot be imported ({why}). {self.hint}")
+
+
+def llama(config: LlamaConfig | None = None, *, seed: int = 0, **fields: Any) -> Any:
+    """A transformers.LlamaForCausalLM with `loss_sum(x, y)`; every module in it is the stock one.
+
+    Args:
+        config: a transformers.LlamaConfig, which is copied; or None and its fields, e.g. hidden_size=64, vocab_size=256
+            (its own defaults make 7 billion parameters).
+        seed: of the weights, which come from a generator of their own, on the CPU and in float32, so they are the same on
+            every rank, device and dtype up to rounding. Normal with standard deviation config.initializer_range; norms 1,
+            biases 0.
+        fields: of LlamaConfig; its names and defaults.
+
+    Returns:
+        An instance of a subclass of LlamaForCausalLM, in torch's default dtype, in training mode. It adds the submodule
+        `loss`, the method `loss_sum`, and `config.vocab` and `config.seq`, the sizes by this library's names. It keeps no
+        cache of keys and values unless asked.
+
+    Raises:
+        TransformersMissing: there is no transformers.
+        TypeError: a field that LlamaConfig does not have, a config of something else, or both a config and fields.
+        And what LlamaConfig itself says of fields that make no model.
+    """
+    stock = _stock()
+    if config is None:
+        config = _config(stock.LlamaConfig, fields)
+    elif fields:
+        raise TypeError(f"llama: give a config or its fields, not both; change the config's own {', '.join(fields)}")
+    elif not isinstance(config, stock.LlamaConfig):
+        raise TypeError(
+            f"llama: expected a transformers.LlamaConfig, got a {type(config).__name__}; or give its fields"
+        )
+    config = copy.deepcopy(config)
+    config.use_cache = False
+    config.vocab, config.seq = config.vocab_size, config.max_position_embeddings
+    state = torch.random.get_rng_state()
+    try:
+        model = _with_loss_sum()(config)
+    finally:
+        torch.random.set_rng_state(state)  # stock modules draw when they are made; what comes after must not notice
+    _draw(model, config.initializer_range, seed)
+    return model
+
+
+def _stock() -> Any:
+    try:
+        import transformers
+
+    except ImportError as error:
+        raise TransformersMissing(str(error)) from None
+    return transformers
+
+
+def _config(kind: Any, fields: dict[str, Any]) -> LlamaConfig:
+    """A config, of fields that it knows: LlamaConfig takes any word, and would build its 7 billion parameters for a slip."""
+    known = [*inspect.signature(kind).parameters, *ALSO]
+    for name in fields:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, cutoff=0.5)
+            meant = f"did you mean {' or '.join(near)}?" if near else "its fields are those of transformers.LlamaConfig"
+            raise TypeError(f"llama: LlamaConfig has no field {name!r}; {meant}")
+    return kind(**fields)
+
+
+@cache
+def _with_loss_sum() -> Any:
+    stock = _stock()
+
+    class LlamaForCausalLM(stock.LlamaForCausalLM):
+        """The stock class with a loss that is a sum."""
+
+        def __init__(self, config: LlamaConfig):
+            super().__init__(config)
+            self.loss = CrossEntropy()
+
+        def loss_sum(self, x: Tensor, y: Tensor) -> Tensor:
+            """The sum of the cross-entropies of all labels that are not -100, in nats.
+
+            Args:
+                x: tokens, [batch, seq] int64; batch may be 0.
+                y: labels, [batch, seq] int64: the token that follows each one (the stock class shifts labels; this does not).
+
+            Returns:
+                A scalar, in float32 at least.
+            """
+            if len(x) == 0:  # stock attention cannot see the number of heads in a batch without rows
+                x, y = x.new_zeros(1, x.shape[1]), y.new_full((1, y.shape[1]), self.loss.ignore_index)
+            return self.loss(self(input_ids=x).logits, y)
+
+    return LlamaForCausalLM
+
+
+@torch.no_grad()
+def _draw(model: Any, std: float, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for p in model.parameters():  # a tied matrix comes once
+        if p.dim() == 2:
+            draw_(p, std, generator)
+    embedding = model.get_input_embeddings()
+    if embedding.padding_idx is not None:
+        embedding.weight[embedding.padding_idx].zero_()
