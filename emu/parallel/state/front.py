@@ -206,12 +206,17 @@ def _filling(dist: Distributed) -> Iterator[None]:
 
 
 def _tensors(dist: Distributed, optimizer: Stepping | None) -> dict[str, Sequence[Piece]]:
-    """All that makes up the state of a training, as this rank holds it."""
+    """All that makes up the state of a training, as this rank holds it: pieces of whole tensors, however layers are cut."""
     kept = dist.model.state_dict(keep_vars=True).keys()  # without buffers that the module makes anew
     buffers = [
         Piece(name, tuple(buffer.shape), 0, buffer.detach().view(-1))
         for name, buffer in dist.model.named_buffers()
         if name in kept
     ]
-    states = {} if optimizer is None else optimizer.pieces()
-    return {PARAMETERS: dist.pieces(), BUFFERS: buffers, **states}
+    states: dict[str, Sequence[Piece]] = {} if optimizer is None else {**optimizer.pieces()}
+    tensors = {PARAMETERS: dist.pieces(), **states}
+    if (sharding := getattr(dist, "sharding", None)) is not None:
+        from emu.parallel.tensor.pieces import pieces_of_wholes
+
+        tensors = {kind: pieces_of_wholes(pieces, sharding) for kind, pieces in tensors.items()}
+    return {**tensors, BUFFERS: buffers}

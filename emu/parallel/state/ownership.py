@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -88,16 +88,18 @@ def shares(described: Sequence[Described]) -> list[list[Share]]:
     Raises:
         StateError: elements that no rank holds.
     """
-    written: dict[tuple[str, str], list[tuple[int, int]]] = {}
+    written: dict[tuple[str, str], list[tuple[int, int]]] = {}  # sorted, disjoint runs
     given: list[list[Share]] = []
     for kinds in described:
         mine: list[Share] = []
         for kind, pieces in kinds.items():
+            by_name: dict[str, list[tuple[int, int, int]]] = {}
             for index, (name, _, start, length, _) in enumerate(pieces):
-                done = written.setdefault((kind, name), [])
-                for a, b in _uncovered(done, start, start + length):
-                    mine.append(Share(kind, index, a, b))
-                written[kind, name] = _joined([*done, (start, start + length)])
+                by_name.setdefault(name, []).append((start, start + length, index))
+            for name, runs in by_name.items():
+                done, runs = written.get((kind, name), []), sorted(runs)
+                mine += [Share(kind, index, a, b) for a, b, index in _uncovered(done, runs)]
+                written[kind, name] = _joined([*done, *((start, stop) for start, stop, _ in runs)])
         given.append(mine)
     whole = wholes(described)
     lost = [f"{kind}: {name}" for (kind, name), done in written.items() if not _all(done, prod(whole[kind][name][0]))]
@@ -109,16 +111,21 @@ def shares(described: Sequence[Described]) -> list[list[Share]]:
     return given
 
 
-def _uncovered(done: list[tuple[int, int]], start: int, stop: int) -> list[tuple[int, int]]:
-    """What of [start, stop) lies in none of the sorted, disjoint runs."""
-    left: list[tuple[int, int]] = []
-    for a, b in done:
-        if a >= stop:
-            break
-        if start < a:
-            left.append((start, a))
-        start = max(start, b)
-    return [*left, (start, stop)] if start < stop else left
+def _uncovered(done: Sequence[tuple[int, int]], runs: Sequence[tuple[int, int, int]]) -> Iterator[tuple[int, int, int]]:
+    """What of the runs (start, stop, anything) lies in none of those that are done, each element once; both are sorted."""
+    at = number = 0  # all before `at` is done, or given out here
+    for start, stop, of in runs:
+        at = max(at, start)
+        while at < stop:
+            while number < len(done) and done[number][1] <= at:
+                number += 1
+            if number == len(done) or stop <= done[number][0]:
+                yield at, stop, of
+                at = stop
+            else:
+                if at < done[number][0]:
+                    yield at, done[number][0], of
+                at = done[number][1]
 
 
 def _joined(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
