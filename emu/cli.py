@@ -86,6 +86,13 @@ def verify(
         bool, typer.Option("--keep-gathered", help="With --zero 3: keep parameters from forward to backward.")
     ] = False,
     prefetch: Annotated[int, typer.Option(help="With --zero 3: units gathered ahead.")] = 1,
+    sp: Annotated[bool, typer.Option("--sp", help="With --model: sequence parallel, over tp.")] = False,
+    ep: Annotated[int, typer.Option(help="With --model: experts are shared out over so many ranks.")] = 1,
+    etp: Annotated[int, typer.Option(help="With --model: every expert is cut over so many ranks.")] = 1,
+    capacity: Annotated[
+        float | None,
+        typer.Option(help="With --model: an expert takes so many times its even share at most.", show_default="all"),
+    ] = None,
     microbatches: Annotated[int, typer.Option(help="With --model: gradients are accumulated over so many.")] = 1,
     micro_batch: Annotated[
         int | None, typer.Option(help="With --model: the most sequences of a rank at once.", show_default="all")
@@ -126,6 +133,10 @@ def verify(
                 replicate,
                 not keep_gathered,
                 prefetch,
+                sp,
+                ep,
+                etp,
+                capacity,
                 microbatches,
                 micro_batch,
                 global_batch,

@@ -214,7 +214,7 @@ def test_what_does_not_fit_exits_with_one(capsys, programs):
         (["verify", "--model", "gpt-tinny"], "gpt-tinny"),
         (["verify", "--model", "llama3-405b"], "too many"),
         (["verify", "--model", "FILE:module"], "loss_sum"),
-        (["verify", "--model", "gpt-tiny", "--mesh", "dp=2,tp=2"], "tp"),
+        (["verify", "--model", "gpt-tiny", "--mesh", "dp=2,pp=2"], "pp"),
         (["verify", "--model", "gpt-tiny", "--tier", "perfect"], "perfect"),
         (["verify", "--model", "gpt-tiny", "--zero", "5"], "zero=5"),
         (["verify", "--model", "gpt-tiny", "--mesh", "dp=4", "--zero", "3", "--replicate", "3"], "replicate=3"),

@@ -63,7 +63,7 @@ def _words(text: str) -> frozenset[str]:
 # Kind "matmul": positions of the two operands, which are rounded as they are read.
 MATMUL = {"mm": (0, 1), "bmm": (0, 1), "mv": (0, 1), "dot": (0, 1), "vdot": (0, 1)}
 # The same with something added: the product is exact, then one rounded addition.
-ADD_MATMUL = {"addmm": "mm", "baddbmm": "bmm", "addmv": "mv"}
+ADD_MATMUL = {"addmm": "mm", "addmm_": "mm", "baddbmm": "bmm", "baddbmm_": "bmm", "addmv": "mv", "addmv_": "mv"}
 # Kind "scatter": position of what is added up.
 SCATTER = {
     "index_add": 3, "index_add_": 3, "scatter_add": 3, "scatter_add_": 3,

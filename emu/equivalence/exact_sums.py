@@ -36,11 +36,14 @@ def matmul(mode: ExactMode, func: Any, args: list[Any], kwargs: dict[str, Any]) 
 
 def add_matmul(mode: ExactMode, func: Any, args: list[Any], kwargs: dict[str, Any]) -> torch.Tensor:
     """An exact product, then one rounded addition: the same bits as a sum of partial products and then a bias."""
-    product = getattr(aten, rules.ADD_MATMUL[func.overloadpacket.__name__]).default
+    name = func.overloadpacket.__name__
+    product = getattr(aten, rules.ADD_MATMUL[name]).default
     out = matmul(mode, product, args[1:3], {})
     if (alpha := kwargs.get("alpha", 1)) != 1:
         out.mul_(alpha)
     beta = kwargs.get("beta", 1)
+    if name.endswith("_"):  # in place
+        return args[0].mul_(beta).add_(out) if beta else args[0].copy_(out)
     return out.add_(args[0], alpha=beta) if beta else out
 
 

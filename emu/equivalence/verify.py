@@ -79,7 +79,7 @@ def verify(
         gradients = distributed.gather_gradients()
         optimizer.step()
         with torch.no_grad():
-            after = distributed.loss_sum(*whole.shard(rank, *distributed.axes)).detach().clone()
+            after = distributed.loss_sum(*whole.part(distributed.group)).detach().clone()
         distributed.group.all_reduce(after, name=AFTER)
         return {"loss": loss, AFTER: after / data.tokens, "parameters": gradients}
 

@@ -11,6 +11,7 @@ from emu.parallel.plan import Plan, checked_plan, mesh_of, parallelize, parse_me
 from emu.parallel.scaling import LossScale
 from emu.parallel.state import Piece, export_dcp, import_dcp, load, load_dcp, load_state, save, save_dcp, save_state
 from emu.parallel.statistics import SyncBatchNorm, synchronize_statistics
+from emu.parallel.tensor import Sharding, shard_model
 
 __all__ = [
     "Batch",
@@ -24,6 +25,7 @@ __all__ = [
     "ParameterServer",
     "Piece",
     "Plan",
+    "Sharding",
     "Span",
     "Stepped",
     "SyncBatchNorm",
@@ -46,5 +48,6 @@ __all__ = [
     "save",
     "save_dcp",
     "save_state",
+    "shard_model",
     "synchronize_statistics",
 ]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from emu.spmd import EmuError, Rank, split_sizes
+from emu.spmd import EmuError, Group, Rank, split_sizes
 
 IGNORED = -100  # labels that do not count, as in torch's cross-entropy
 
@@ -42,7 +42,10 @@ class Batch:
         Raises:
             EmuError: a rank that is none; sizes that are not one length per rank, or do not add up to the batch.
         """
-        group = checked_rank(rank, "batch.shard(rank, ...)").group(*axes)
+        return self.part(checked_rank(rank, "batch.shard(rank, ...)").group(*axes), sizes)
+
+    def part(self, group: Group, sizes: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
+        """The rows of this rank of a group, as `shard` cuts them."""
         cut = list(sizes) if sizes is not None else split_sizes(len(self.x), group.size)
         if len(cut) != group.size or min(cut) < 0 or sum(cut) != len(self.x):
             raise EmuError(

@@ -23,6 +23,7 @@ from emu.parallel.scaling import LossScale
 from emu.parallel.shards import Shards
 from emu.parallel.state.piece import Piece
 from emu.parallel.summing import Summing
+from emu.parallel.tensor.held import Sharding
 from emu.parallel.wrapping import checked_options, wrap
 from emu.spmd import EmuError, Grads, Precision, Rank
 
@@ -51,6 +52,7 @@ class DataParallel:
             instead of being cut over all.
         find_unused: whether ranks may differ in which parameters get a gradient, or leave some without any: costs a
             small all-reduce a step. Otherwise a missing gradient is an error.
+        sharding: what `shard_model` returned, for a model that is cut inside its layers.
 
     Raises:
         EmuError: no module, one without loss_sum, a rank that is none, or options that do not go together.
@@ -71,18 +73,34 @@ class DataParallel:
         replicated: Sequence[str] = (),
         by_owner: bool = False,
         find_unused: bool = False,
+        sharding: Sharding | None = None,
     ) -> None:
         check_model(model)
         checked_rank(rank, "emu.DataParallel(model, rank, ...)")
-        self.model, self.rank, self.axes, self.zero = model, rank, axes, zero
-        self.group = rank.group(*axes)
+        self.model, self.rank, self.axes, self.zero, self.sharding = model, rank, axes, zero, sharding
+        alone = sharding is not None and not axes  # every rank gets the whole batch
+        self.group = rank.group(members=[rank.id], label="alone") if alone else rank.group(*axes)
         checked_options(self.group.size, self.group.label, zero, replicate, prefetch, bucket_bytes)
         self.roles = Precision.preset(precision) if precision is not None else None
         rank.watch(model)
-        wrapped = wrap(model, rank, self.group, zero, replicate, self.roles, bucket_bytes, units, replicated, by_owner)
+        wrapped = wrap(
+            model,
+            rank,
+            self.group,
+            zero,
+            replicate,
+            self.roles,
+            bucket_bytes,
+            units,
+            replicated,
+            by_owner,
+            axes,
+            sharding,
+        )
         self.vectors: list[Shards] = wrapped.vectors
         self._gathering: Gathering | None = wrapped.gathering(prefetch, reshard_after_forward) if zero == 3 else None
-        self.summing = Summing(wrapped.gradients, rank, axes, self._gathering, find_unused)
+        everyone = sharding.everyone() if sharding is not None else None
+        self.summing = Summing(wrapped.gradients, rank, self.group, self._gathering, find_unused, everyone)
         self._failed = False  # whether `backward` was left by an exception
 
     @property
@@ -172,7 +190,7 @@ class DataParallel:
             scale: a LossScale; gradients stay scaled by it until the optimizer's step.
         """
         batch = as_batch(batch)
-        x, y = batch.shard(self.rank, *self.axes, sizes=sizes)
+        x, y = batch.part(self.group, sizes)
         if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
             raise EmuError(f"microbatches={microbatches!r}", "cut the rows into 1 or more")
         if scale is not None and not isinstance(scale, LossScale):
@@ -207,7 +225,10 @@ class DataParallel:
         return [piece for shards in self.vectors for piece in shards.pieces()]
 
     def gather_gradients(self) -> Grads:
-        """Whole gradients by name, in the optimizer's precision, on every rank. Every rank must call it, after finish."""
+        """Whole gradients by name, in the optimizer's precision, on every rank. Every rank must call it, after finish.
+
+        Of a model that is cut inside its layers they are this rank's pieces, with their layouts.
+        """
         return self._in_order({k: v for g in self.gradients for k, v in g.whole().items()})
 
     def gather_parameters(self) -> Grads:
@@ -215,7 +236,8 @@ class DataParallel:
         return self._in_order({k: v for shards in self.vectors for k, v in shards.whole().items()})
 
     def _in_order(self, values: Mapping[str, Tensor]) -> Grads:
-        return Grads({name: values[name] for name, _ in self.model.named_parameters() if name in values}, {})
+        layouts = self.sharding.layouts if self.sharding is not None else {}
+        return Grads({name: values[name] for name, _ in self.model.named_parameters() if name in values}, layouts)
 
     @contextmanager
     def gathered(self) -> Iterator[nn.Module]:

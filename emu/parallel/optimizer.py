@@ -96,8 +96,6 @@ class Optimizer:
             )
         if scale is not None:
             scale.belongs_to(summing)
-        if scale is not None:
-            scale.belongs_to(summing)
         self.summing, self.clip, self.norm, self.scale = summing, clip, norm, scale
         self._vectors: list[Shards] = [g.shards for g in summing.gradients]
         members = members_of(model, groups)
@@ -151,7 +149,7 @@ class Optimizer:
         total = None
         if not skipped:
             if self.clip is not None:
-                total = global_norm(given, self._vectors, self.norm)
+                total = global_norm(given, self._vectors, self.norm, self.summing.everyone)
                 factor = (self.clip / (total + TINY)).clamp(max=1.0)
                 for g in given:
                     g.mul_(factor)

@@ -1,19 +1,23 @@
-"""A plan: which parallelism a model is trained with. Data parallelism in all its forms is what there is so far."""
+"""A plan: which parallelism a model is trained with. Data, tensor, sequence and expert parallelism are what there is so far."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf, prod
 from typing import cast
 
 from torch import nn
 
 from emu.parallel.data import DataParallel
+from emu.parallel.tensor import shard_model
 from emu.parallel.wrapping import checked_options
 from emu.spmd import EmuError, Mesh, PlanError, Precision, Rank
 from emu.spmd.precision import PRESETS
 
 MOST_RANKS = 10**9  # along one axis: beyond, a slip of the keyboard is more likely than a machine
-AXES = ("dp",)  # the axes that strategies exist for
+DATA_AXES = ("dp",)  # those that cut the batch
+AXES = (*DATA_AXES, "tp")  # those that strategies exist for
+FOLDS = ("ep", "etp")  # those that arrange the same ranks once more, for experts
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,9 @@ class Plan:
         replicate: how many groups of ranks hold the same shards (HSDP).
         reshard_after_forward: with zero=3: whether parameters are freed between forward and backward.
         prefetch: with zero=3: how many units are gathered ahead of the one that computes.
+        sp: sequence parallel with tp: norms, dropout and residuals on each rank's tokens alone.
+        ep, etp: over how many ranks experts are shared out, and over how many each is cut; they multiply no devices.
+        capacity: how many times its even share of a sequence's tokens an expert takes at most; None drops nothing.
         microbatches: how often gradients are accumulated in a step; or micro_batch, the most sequences of a rank at once.
         global_batch, seq: sequences in a step, and tokens in each.
         precision: a preset.
@@ -37,6 +44,10 @@ class Plan:
     replicate: int = 1
     reshard_after_forward: bool = True
     prefetch: int = 1
+    sp: bool = False
+    ep: int = 1
+    etp: int = 1
+    capacity: float | None = None
     microbatches: int = 1
     micro_batch: int | None = None
     global_batch: int = 8
@@ -46,8 +57,10 @@ class Plan:
 
     def __post_init__(self) -> None:
         if isinstance(self.mesh, Mesh):
-            folds = {axis: n for axis, n in self.mesh.folds.items() if axis != "edp"}
-            text = ",".join(f"{axis}={n}" for axis, n in {**self.mesh.axes, **folds}.items())
+            text = ",".join(f"{axis}={n}" for axis, n in self.mesh.axes.items())
+            for axis in FOLDS:  # said by the mesh
+                if getattr(self, axis) == 1:
+                    object.__setattr__(self, axis, self.mesh.folds.get(axis, 1))
             object.__setattr__(self, "mesh", text)  # a plan is text: it can be written down and compared
         elif not isinstance(self.mesh, str):
             raise PlanError(
@@ -55,8 +68,9 @@ class Plan:
                 'write it as text, emu.Plan("dp=8"), or pass a mesh, emu.Plan(emu.Mesh(dp=8))',
                 field="mesh",
             )
+        self._take_folds()
         ranks = self.axes().get("dp", 1)
-        for field in ("global_batch", "seq", "microbatches", "micro_batch"):
+        for field in ("global_batch", "seq", "microbatches", "micro_batch", "ep", "etp"):
             value = getattr(self, field)
             if field == "micro_batch" and value is None:
                 continue
@@ -64,12 +78,10 @@ class Plan:
                 raise PlanError(f"{field}={value!r} is not a whole number of at least 1", f"say {field}=8", field=field)
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:
             raise PlanError(f"seed={self.seed!r} is not a whole number from 0 to 2**63 - 1", "say seed=0", field="seed")
-        if not isinstance(self.reshard_after_forward, bool):
-            raise PlanError(
-                f"reshard_after_forward={self.reshard_after_forward!r}",
-                "say True or False",
-                field="reshard_after_forward",
-            )
+        for field in ("reshard_after_forward", "sp"):
+            if not isinstance(getattr(self, field), bool):
+                raise PlanError(f"{field}={getattr(self, field)!r}", "say True or False", field=field)
+        self._check_layers()
         checked_options(ranks, "dp", self.zero, self.replicate, self.prefetch)
         if self.micro_batch is not None and self.microbatches > 1 and self.microbatches != self.accumulated():
             raise PlanError(
@@ -84,8 +96,53 @@ class Plan:
                 f"there is no precision {self.precision!r}", f"use one of {', '.join(PRESETS)}", field="precision"
             )
 
+    def _take_folds(self) -> None:
+        """ep and etp may be said in the mesh: "dp=4,ep=2"."""
+        axes = parse_mesh(cast(str, self.mesh))
+        for axis in FOLDS:
+            if axis not in axes:
+                continue
+            if getattr(self, axis) not in (1, axes[axis]):
+                raise PlanError(
+                    f"mesh={self.mesh} says {axis}={axes[axis]}, and the plan {axis}={getattr(self, axis)}",
+                    "say it once",
+                    field=axis,
+                    nearest=axes[axis],
+                )
+            object.__setattr__(self, axis, axes.pop(axis))
+        object.__setattr__(self, "mesh", ",".join(f"{axis}={n}" for axis, n in axes.items()))
+
+    def _check_layers(self) -> None:
+        """Raises a PlanError for what goes on inside layers and cannot be."""
+        axes = self.axes()
+        if self.sp and axes.get("tp", 1) == 1:
+            raise PlanError(
+                f"sp cuts the sequence over tp, but mesh={self.mesh} has no tp of more than one rank",
+                f"the nearest plan has sp off; or add tp: mesh={self.mesh or 'dp=1'},tp=2",
+                field="sp",
+                nearest=False,
+            )
+        ranks, inner = prod(axes.values()), self.ep * self.etp
+        if ranks % inner:
+            fits = [n for n in range(1, ranks + 1) if not ranks % n]
+            nearest = min(fits, key=lambda n: abs(n - inner))
+            raise PlanError(
+                f"ep={self.ep} x etp={self.etp} = {inner} does not divide the {ranks} ranks of mesh={self.mesh}",
+                f"choose ep * etp among the divisors of {ranks}; {nearest} is the nearest",
+                field="ep" if self.ep > 1 else "etp",
+                nearest=nearest,
+            )
+        if self.capacity is not None and (
+            isinstance(self.capacity, bool)
+            or not isinstance(self.capacity, (int, float))
+            or not 0 < self.capacity < inf
+        ):
+            raise PlanError(
+                f"capacity={self.capacity!r} is not a number above 0", "say 1.25, or None", field="capacity"
+            )
+
     def axes(self) -> dict[str, int]:
-        """Axis -> size, outermost first.
+        """Axis -> size, outermost first, of those that multiply devices.
 
         Raises:
             PlanError: not of the form "dp=2,tp=4", or an axis that no strategy exists for yet.
@@ -150,7 +207,8 @@ def checked_plan(plan: object) -> Plan:
 
 def mesh_of(plan: Plan, on: object = None) -> Mesh:
     """The mesh that a plan asks for."""
-    return Mesh(on=on, **checked_plan(plan).axes())
+    plan = checked_plan(plan)
+    return Mesh(on=on, **plan.axes(), **{axis: getattr(plan, axis) for axis in FOLDS if getattr(plan, axis) > 1})
 
 
 def parallelize(model: nn.Module, plan: Plan, rank: Rank) -> DataParallel:
@@ -165,16 +223,27 @@ def parallelize(model: nn.Module, plan: Plan, rank: Rank) -> DataParallel:
             f"the rank is a {type(rank).__name__}",
             "pass the rank that the program gets: parallelize(model, plan, rank)",
         )
-    if {a: n for a, n in plan.axes().items() if n > 1} != {a: n for a, n in rank.mesh.axes.items() if n > 1}:
+    wanted, there = mesh_of(plan), rank.mesh
+    if any(
+        {a: n for a, n in w.items() if n > 1} != {a: n for a, n in t.items() if n > 1}
+        for w, t in (
+            (wanted.axes, there.axes),
+            (wanted.folds, there.folds),
+        )
+    ):
         raise PlanError(
-            f"the plan is for mesh {plan.mesh}, but the program runs on {rank.mesh}",
+            f"the plan is for mesh {wanted}, but the program runs on {there}",
             "launch it on the plan's mesh: emu.launch(program, emu.parallel.mesh_of(plan))",
             field="mesh",
         )
+    if plan.capacity is not None:
+        set_capacity(model, plan.capacity)
+    inside = plan.axes().get("tp", 1) * plan.ep * plan.etp > 1
     return DataParallel(
         model,
         rank,
-        *(axis for axis in AXES if axis in rank.mesh.axes),
+        *(axis for axis in DATA_AXES if axis in rank.mesh.axes),
+        sharding=shard_model(model, rank, sp=plan.sp) if inside else None,
         zero=plan.zero,
         replicate=plan.replicate,
         reshard_after_forward=plan.reshard_after_forward,
@@ -182,3 +251,20 @@ def parallelize(model: nn.Module, plan: Plan, rank: Rank) -> DataParallel:
         precision=plan.precision_roles(),
         find_unused=True,
     )
+
+
+def set_capacity(model: nn.Module, capacity: float) -> None:
+    """Limits how many tokens an expert takes, in every module of a model that counts them (see Plan.capacity).
+
+    Raises:
+        PlanError: no module of the model does.
+    """
+    counting = [m for m in model.modules() if hasattr(m, "limit") and hasattr(m, "factor")]
+    if not counting:
+        raise PlanError(
+            f"capacity={capacity}, but {type(model).__name__} has no experts that take tokens",
+            "leave capacity out",
+            field="capacity",
+        )
+    for module in counting:
+        module.factor = capacity  # type: ignore[assignment]

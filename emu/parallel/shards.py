@@ -57,12 +57,21 @@ class Shards:
         flat: its layout over the ranks of the place's group.
         parameters: in the layout's order, of one dtype; all trainable, or all frozen.
         name: what its collectives are called.
+        counted: runs (start, stop) of the vector that this rank counts where every element of the model is to be counted
+            once, as in a norm; None: all.
     """
 
     def __init__(
-        self, flat: Flat, parameters: Sequence[nn.Parameter], place: Place, roles: Precision | None, name: str
+        self,
+        flat: Flat,
+        parameters: Sequence[nn.Parameter],
+        place: Place,
+        roles: Precision | None,
+        name: str,
+        counted: Sequence[tuple[int, int]] | None = None,
     ) -> None:
         self.flat, self.parameters, self.place, self.name = flat, list(parameters), place, name
+        self.counted = counted
         self.dtypes = Dtypes(roles, self.parameters[0].dtype)
         self.trainable = self.parameters[0].requires_grad
         part = place.group.rank if place.stage else 0

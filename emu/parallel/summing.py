@@ -13,7 +13,7 @@ from torch import Tensor
 from emu.parallel.gathering import Gathering
 from emu.parallel.gradients import Gradients
 from emu.parallel.scaling import UNKNOWN
-from emu.spmd import EmuError, Rank
+from emu.spmd import EmuError, Group, Rank
 
 
 class Summing:
@@ -21,9 +21,10 @@ class Summing:
 
     Args:
         gradients: in the order in which ranks reduce them.
-        axes: of the mesh, which all ranks of the strategy span.
+        group: the ranks along the axes that cut the batch.
         gathering: of sharded parameters, which come and go with a backward; or None.
         find_unused: whether a missing gradient is to be understood, and not an error.
+        everyone: all ranks that the model is spread over, where those are more than the group's.
 
     Attributes:
         finished: whether the gradients are those of a step: complete, and divided.
@@ -35,11 +36,13 @@ class Summing:
         self,
         gradients: Sequence[Gradients],
         rank: Rank,
-        axes: Sequence[str],
+        group: Group,
         gathering: Gathering | None,
         find_unused: bool,
+        everyone: Group | None = None,
     ) -> None:
-        self.gradients, self.rank, self.group = list(gradients), rank, rank.group(*axes)
+        self.gradients, self.rank, self.everyone = list(gradients), rank, everyone
+        self.group = group if everyone is None else everyone
         self.find_unused = find_unused
         self.finished, self.waits = False, True
         self.scaled_by: Any = UNKNOWN

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -14,6 +15,7 @@ from emu.parallel.gathering import Gathered, Gathering
 from emu.parallel.gradients import Gradients
 from emu.parallel.grouping import BUCKET_BYTES, buckets, units
 from emu.parallel.shards import Place, Shards
+from emu.parallel.tensor.held import Sharding
 from emu.spmd import EmuError, Group, PlanError, Precision, Rank
 
 STAGES = (0, 1, 2, 3)
@@ -92,6 +94,8 @@ def wrap(
     chosen_units: Sequence[str] | None,
     replicated: Sequence[str],
     by_owner: bool,
+    axes: Sequence[str] = (),
+    sharding: Sharding | None = None,
 ) -> Wrapped:
     """Takes a model's parameters over. See DataParallel for the arguments."""
     parameters = dict(model.named_parameters())
@@ -102,29 +106,49 @@ def wrap(
             raise EmuError(
                 f"replicated: no parameter is called {pattern!r}", f"they are {', '.join(list(parameters)[:8])}"
             )
-    for t in (*parameters.values(), *model.buffers()):
-        group.broadcast(t.data, name="initial values")
-    shard, replicas = shard_groups(rank, group, replicate)
-    spread = Place(rank, shard, replicas, zero)
-    kept = Place(rank, group, None, 0)
-    owned = [0] * shard.size  # elements, by rank, where vectors are owned
+    if sharding is None:  # otherwise it has given all ranks the same values
+        for t in (*parameters.values(), *model.buffers()):
+            group.broadcast(t.data, name="initial values")
+    owned: dict[int, list[int]] = {}  # elements, by rank of a place's group, where vectors are owned
     found = Wrapped()
+    places: dict[tuple[tuple[int, ...], bool], Place] = {}
+
+    def place_of(name: str, whole: bool) -> Place:
+        """Where a parameter's vector lies: over the ranks that share its gradient."""
+        over = group if sharding is None else sharding.group_of(name, axes)
+        key = over.members, whole
+        if key not in places:
+            if over.size % replicate:
+                raise PlanError(
+                    f"replicate={replicate} groups do not divide the {over.size} ranks of {over.label!r} that hold {name!r}",
+                    f"use a divisor of {over.size}",
+                    field="replicate",
+                    nearest=1,
+                )
+            places[key] = (
+                Place(rank, over, None, 0) if whole else Place(rank, *shard_groups(rank, over, replicate), zero)
+            )
+        return places[key]
 
     def vectors_of(names: Sequence[str], label: str) -> Iterator[Shards]:
-        kinds: dict[tuple[bool, bool, Any], list[str]] = {}
+        kinds: dict[Any, list[str]] = {}
         for name in names:
             p = parameters[name]
             whole = any(fnmatchcase(name, pattern) for pattern in replicated)
-            kinds.setdefault((whole, not p.requires_grad, p.dtype), []).append(name)
-        for (whole, _, _), some in kinds.items():
-            place = kept if whole else spread
+            # Alike on all ranks, so that all lay out the same vectors: how much of it this rank counts is not.
+            held = (sharding.held[name].kind, bool(sharding.held[name].layout.placements)) if sharding else None
+            kinds.setdefault((whole, not p.requires_grad, p.dtype, held), []).append(name)
+        for (whole, *_), some in kinds.items():
+            place = place_of(some[0], whole)
             shapes = tuple(tuple(parameters[name].shape) for name in some)
             owner = None
             if by_owner and place.stage:
-                owner = owned.index(min(owned))
-                owned[owner] += sum(parameters[name].numel() for name in some)
+                loads = owned.setdefault(id(place), [0] * place.group.size)
+                owner = loads.index(min(loads))
+                loads[owner] += sum(parameters[name].numel() for name in some)
             flat = Flat(tuple(some), shapes, place.group.size if place.stage else 1, owner=owner)
-            yield Shards(flat, [parameters[name] for name in some], place, roles, label)
+            counted = counted_runs(flat, sharding) if sharding is not None else None
+            yield Shards(flat, [parameters[name] for name in some], place, roles, label, counted)
 
     if zero == 3:
         for unit in units(model, chosen_units):
@@ -141,3 +165,16 @@ def wrap(
         kept_whole = vectors_of(frozen, "frozen") if frozen else ()
         found.vectors += kept_whole
     return found
+
+
+def counted_runs(flat: Flat, sharding: Sharding) -> list[tuple[int, int]] | None:
+    """The runs of a vector that this rank counts where every element is to be counted once; None: all of it."""
+    if all(sharding.held[name].counted is None for name in flat.names):
+        return None
+    runs = []
+    for name, shape, first in zip(flat.names, flat.shapes, flat.offsets):
+        row = math.prod(shape[1:])
+        counted = sharding.held[name].counted
+        for start, stop in ((0, shape[0] if shape else 1),) if counted is None else counted:
+            runs.append((first + start * row, first + stop * row))
+    return runs

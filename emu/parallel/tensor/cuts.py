@@ -47,7 +47,9 @@ class Even:
 
     def ranges(self, length: int, ranks: int, where: str) -> tuple[Ranges, ...]:
         if length < ranks and not self.may_be_empty:
-            raise refuse(where, f"a dim of {length} cannot be cut over {ranks} ranks", f"use tp={length} or less", length)
+            raise refuse(
+                where, f"a dim of {length} cannot be cut over {ranks} ranks", f"use tp={length} or less", length
+            )
         starts, out = 0, []
         for size in split_sizes(length, ranks):
             out.append(((starts, starts + size),) if size else ())

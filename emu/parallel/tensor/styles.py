@@ -14,6 +14,8 @@ from typing import Literal
 
 from emu.parallel.tensor.cuts import Cut, Even
 
+EVENLY = Even()
+
 
 @dataclass(frozen=True)
 class Region:
@@ -38,7 +40,7 @@ class Column:
         gather: every rank gets all outputs (an all-gather; backward: its own piece), for modules with no Row to follow.
     """
 
-    cut: Cut = Even()
+    cut: Cut = EVENLY
     gather: bool = False
 
 
@@ -51,7 +53,7 @@ class Row:
         scatter: its input is whole on every rank, and each takes its own piece (backward: an all-gather).
     """
 
-    cut: Cut = Even()
+    cut: Cut = EVENLY
     scatter: bool = False
 
 
@@ -68,7 +70,13 @@ class Vocab:
 
 @dataclass(frozen=True)
 class Loss:
-    """A cross-entropy of logits that are cut along the vocabulary."""
+    """A cross-entropy of logits that are cut along the vocabulary, as the rows of a Column(Even(may_be_empty=True)).
+
+    Args:
+        vocab: the whole vocabulary.
+    """
+
+    vocab: int
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,68 @@
+"""What a rank holds of every parameter of a model that is cut inside its layers, and who shares the gradient of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from emu.parallel.tensor.cuts import Ranges
+from emu.spmd import Group, Layout, Rank
+
+Kind = Literal["dense", "tokens", "experts"]
+
+
+@dataclass(frozen=True)
+class Held:
+    """One parameter on one rank.
+
+    Args:
+        layout: how this rank's piece relates to the whole.
+        kind: whose gradients are added up: "dense" of the ranks along the data axes; "tokens" of those and of tp, because
+            ranks of tp see other tokens with the same parameter; "experts" of those that hold the same experts, along edp.
+        counted: the rows (dim 0) of this rank's piece that it counts where every element is to be counted once; None: all,
+            (): none, because another rank holds the same and counts it.
+        overlaps: whether on any rank only some rows are counted.
+    """
+
+    layout: Layout
+    kind: Kind
+    counted: Ranges | None = None
+    overlaps: bool = False
+
+
+@dataclass
+class Sharding:
+    """A model that is cut inside its layers, on one rank.
+
+    Attributes:
+        held: parameter name -> what this rank holds of it.
+        shapes: parameter name -> the whole's shape.
+        rank: the rank.
+    """
+
+    rank: Rank
+    held: dict[str, Held] = field(default_factory=dict)
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+    @property
+    def layouts(self) -> dict[str, Layout]:
+        """Parameter name -> layout, of those that are not replicated."""
+        return {name: held.layout for name, held in self.held.items() if held.layout.placements}
+
+    def group_of(self, name: str, dense_axes: Sequence[str]) -> Group:
+        """The ranks over which the gradient of a parameter is summed: they hold the same of it, and see other tokens.
+
+        Args:
+            dense_axes: the data axes, e.g. ("dp",).
+        """
+        kind, mesh = self.held[name].kind, self.rank.mesh
+        if kind == "experts":
+            return self.rank.group("edp")
+        axes = [axis for axis in mesh.axes if axis in dense_axes or (kind == "tokens" and axis == "tp")]
+        return self.rank.group(*axes) if axes else self.rank.group(members=[self.rank.id], label="alone")
+
+    def everyone(self) -> Group:
+        """All ranks that hold some of the model: those of the mesh, within a pipeline stage."""
+        axes = [axis for axis in self.rank.mesh.axes if axis != "pp"]
+        return self.rank.group(*axes)

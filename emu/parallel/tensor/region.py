@@ -1,0 +1,197 @@
+"""Regions: parts of a model in which ranks compute different parts of the same, from an input that enters once.
+
+Megatron-LM's f (arXiv 1909.08053) and, under sp, its g-bar's partner (arXiv 2205.05198, figure 5), for all column-parallel
+maps of a region together:
+
+    forward     nothing, or under sp an all-gather of the tokens; every map's product
+    backward    under sp the tokens are gathered once more, while the products of the input's gradient run;
+                that gradient's all-reduce (reduce-scatter) runs beside the products of the weights' gradients
+
+Under sp only this rank's tokens are kept for backward. The maps hand their output's gradient over, and the entrance, whose
+inputs the weights are, computes all gradients: so one communication serves all, and something always runs beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+
+from emu.parallel.tensor.tokens import TokenCut
+from emu.spmd import Group
+
+
+class Map(Protocol):
+    """What a region asks of its column-parallel maps."""
+
+    @property
+    def weight(self) -> Tensor: ...
+
+    @property
+    def bias(self) -> Tensor | None: ...
+
+    def complete(self, grad: Tensor) -> Tensor:
+        """The gradient of its output, complete where several ranks hold a part of it."""
+        ...
+
+    def owned(self) -> Sequence[tuple[int, int]] | None:
+        """The outputs whose share of the input's gradient is this rank's to add; None: all."""
+        ...
+
+
+class Region:
+    """One module's region on one rank.
+
+    Args:
+        name: of the module, for its communications.
+        group: the ranks that compute different parts.
+        tokens: how the sequence is cut over them under sp; None: the input is whole on every rank.
+    """
+
+    def __init__(self, name: str, group: Group, tokens: TokenCut | None) -> None:
+        self.name, self.group, self.tokens = name, group, tokens
+        self.maps: list[Map] = []
+        self._entered: Tensor | None = None
+        self._pass: _Pass | None = None
+
+    def enter(self, x: Tensor) -> Tensor:
+        """x as every rank of the region sees it, whole: [batch, seq, width]."""
+        if self.tokens is not None:
+            self.tokens.check(x, self.name)
+        under_way = self._pass = _Pass(self)
+        trained = [t for m in self.maps for t in (m.weight, m.bias) if t is not None]
+        entered, under_way.ticket = _Enter.apply(x, under_way, *trained)
+        self._entered = entered
+        return entered
+
+    def leave(self) -> None:
+        """The module's forward is over: nothing of it is held on to but for its backward."""
+        if self._pass is not None:
+            self._pass.ticket = None
+        self._pass = self._entered = None
+
+    def product(self, m: Map, x: Tensor) -> Tensor | None:
+        """x through one of the maps; None where x is not what entered, and autograd must follow by itself."""
+        if self._pass is None or x is not self._entered:
+            return None
+        return _Product.apply(self._pass.ticket, self._pass, self.maps.index(m), x.detach())
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise RuntimeError("a region belongs to one model: copy the plain model before it is cut")
+
+
+class _Pass:
+    """One forward through a region, and its backward."""
+
+    def __init__(self, region: Region) -> None:
+        self.region = region
+        self.ticket: Tensor | None = None  # holds the maps' outputs to the entrance in autograd's graph
+        self.given: dict[int, Tensor] = {}  # gradients of the maps' outputs
+
+
+class _Product(Function):
+    """Forward: the map. Backward: its output's gradient is left for the entrance."""
+
+    @staticmethod
+    def forward(ctx: Any, ticket: Tensor, under_way: _Pass, index: int, x: Tensor) -> Tensor:
+        ctx.rest = under_way, index
+        m = under_way.region.maps[index]
+        return F.linear(x, m.weight, m.bias)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        under_way, index = ctx.rest
+        grad = under_way.region.maps[index].complete(grad)
+        before = under_way.given.get(index)
+        under_way.given[index] = grad if before is None else before + grad  # a map that was called twice
+        return None, None, None, None
+
+
+class _Enter(Function):
+    """Forward: identity (all_gather). Backward: all_reduce (reduce_scatter) of the gradients of all maps together."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, under_way: _Pass, *trained: Tensor) -> Any:
+        region, tokens = under_way.region, under_way.region.tokens
+        ctx.under_way = under_way
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, *trained)
+        ticket = x.new_empty(0)
+        if tokens is None:
+            return x.view_as(x), ticket
+        ctx.sizes = sizes = tokens.sizes
+        return region.group.all_gather(x.detach(), tokens.dim, _uneven(sizes), name=region.name), ticket
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, other: Tensor | None, _: Tensor | None) -> Any:
+        x, *trained = ctx.saved_tensors
+        under_way, region = ctx.under_way, ctx.under_way.region
+        group, tokens = region.group, region.tokens
+        given, under_way.given = under_way.given, {}
+        weights = any(ctx.needs_input_grad[2:])
+        gathering = None
+        if tokens is not None and given and weights:
+            gathering = group.all_gather(
+                x.detach(), tokens.dim, _uneven(ctx.sizes), async_op=True, name=f"{region.name} again"
+            )
+        places = _places(region.maps)
+        dx = _input_gradient(region.maps, given, trained, places) if ctx.needs_input_grad[0] else None
+        if dx is not None:
+            shape = list(x.shape)
+            if tokens is not None:
+                shape[tokens.dim] = sum(ctx.sizes)
+            dx = dx.view(shape).to(x.dtype)
+        if other is not None and ctx.needs_input_grad[0]:
+            dx = dx.add_(other) if dx is not None else other.clone(memory_format=torch.contiguous_format)
+        going = None
+        if dx is not None and tokens is None:
+            going = group.all_reduce(dx, async_op=True, name=region.name)
+        elif dx is not None and tokens is not None:
+            going = group.reduce_scatter(dx, tokens.dim, _uneven(ctx.sizes), async_op=True, name=region.name)
+        read = gathering.wait() if gathering is not None else x
+        out: list[Tensor | None] = [None] * len(trained)
+        for i, grad in given.items():
+            at, bias = places[i]
+            rows = grad.flatten(0, -2)
+            if ctx.needs_input_grad[2 + at]:
+                out[at] = (rows.t() @ read.detach().flatten(0, -2).to(rows.dtype)).to(trained[at].dtype)
+            if bias and ctx.needs_input_grad[3 + at]:
+                out[at + 1] = rows.sum(0).to(trained[at + 1].dtype)
+        return (going.wait() if going is not None else None), None, *out
+
+
+def _places(maps: Sequence[Map]) -> list[tuple[int, bool]]:
+    """Where every map's weight stands among all weights and biases, and whether a bias follows it."""
+    places, at = [], 0
+    for m in maps:
+        places.append((at, m.bias is not None))
+        at += 1 if m.bias is None else 2
+    return places
+
+
+def _input_gradient(
+    maps: Sequence[Map], given: dict[int, Tensor], trained: Sequence[Tensor], places: Sequence[tuple[int, bool]]
+) -> Tensor | None:
+    """[tokens, width]: this rank's part of the gradient of what entered, of all maps together."""
+    total: Tensor | None = None
+    for i, grad in given.items():
+        weight, rows = trained[places[i][0]].to(grad.dtype), grad.flatten(0, -2)
+        owned = maps[i].owned()
+        for start, stop in ((0, len(weight)),) if owned is None else owned:
+            whole = start == 0 and stop == len(weight)
+            g, w = (rows, weight) if whole else (rows[:, start:stop], weight[start:stop])
+            total = g @ w if total is None else total.addmm_(g, w)
+        if total is None:  # nothing of it is this rank's to add
+            total = rows.new_zeros(len(rows), weight.shape[1])
+    return total
+
+
+def _uneven(sizes: list[int]) -> list[int] | None:
+    """Sizes for a collective: none where they are even."""
+    return None if len(set(sizes)) == 1 else sizes

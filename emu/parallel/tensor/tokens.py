@@ -1,0 +1,47 @@
+"""How the sequence is cut over the ranks of a tensor-parallel group: sequence parallelism's bookkeeping."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from emu.spmd import EmuError, Group, scatter_to, split_sizes
+
+
+class TokenCut:
+    """The cut of the sequence in the forward under way.
+
+    Attributes:
+        group: over whose ranks it is cut, as evenly as can be.
+        dim: of activations [batch, seq, width] along which tokens lie.
+        length: tokens of the whole sequence; set by whoever cuts it.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self.group, self.dim, self.length = group, 1, 0
+
+    @property
+    def sizes(self) -> list[int]:
+        """Tokens of every rank, in group order."""
+        return split_sizes(self.length, self.group.size)
+
+    def own(self, x: Tensor, dim: int) -> Tensor:
+        """This rank's part of something whole that needs no gradient, such as positions."""
+        self.length = x.shape[dim]
+        sizes, at = self.sizes, self.group.rank
+        return x.narrow(dim, sum(sizes[:at]), sizes[at])
+
+    def scatter(self, x: Tensor, name: str) -> Tensor:
+        """This rank's tokens of x [batch, seq, ...]. Backward: an all-gather."""
+        self.length = x.shape[self.dim]
+        return scatter_to(x, self.group, self.dim, self.sizes, name=name)
+
+    def check(self, x: Tensor, where: str) -> None:
+        """Raises an EmuError for activations that are not this rank's tokens."""
+        mine = self.sizes[self.group.rank]
+        if x.dim() <= self.dim or x.shape[self.dim] != mine:
+            raise EmuError(
+                f"{where}: under sp rank {self.group.rank} of {self.group.label!r} has {mine} of {self.length} tokens, but was "
+                f"given {tuple(x.shape)}",
+                "cut the sequence first: Vocab() at the embedding, or Tokens(scatter='input') at the first module that "
+                "works on tokens alone; activations are [batch, seq, width]",
+            )
