@@ -7,7 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from emu.models.attention import attention
+from emu.models import Config
+from emu.models.attention import Attention, attention, causal_mask, spelled_out
+from emu.models.decoder import Block
+from emu.models.layers import Dropout
 from emu.models.rotary import rotate, rotation
 
 
@@ -57,6 +60,86 @@ def test_in_float64_the_kernel_is_softmax_attention(batch, kv_heads, group, seq,
     tensors = inputs(batch, kv_heads, group, seq, head_dim, torch.float64, seed)
     # A sum of at most 40 terms in another order: some 1e-15 for values of order one.
     assert error(with_gradients(attention, *tensors), with_gradients(plain, *tensors)) <= 1e-12
+
+
+def unfused(q, k, v, dropout=0.0):
+    return spelled_out(q, k, v, causal_mask(q.shape[-2]), Dropout(dropout))
+
+
+@given(**sizes, seed=st.integers(0, 1000))
+@settings(deadline=None, max_examples=100)
+def test_spelled_out_it_is_the_same_attention(batch, kv_heads, group, seq, head_dim, seed):
+    tensors = inputs(batch, kv_heads, group, seq, head_dim, torch.float64, seed)
+    assert error(with_gradients(unfused, *tensors), with_gradients(attention, *tensors)) <= 1e-12  # as above
+
+
+@given(kv_heads=st.integers(1, 3), group=st.integers(1, 3), seq=st.integers(1, 9), seed=st.integers(0, 1000))
+@settings(deadline=None, max_examples=30)
+def test_dropped_weights_are_those_of_a_mask_over_batch_and_heads(kv_heads, group, seq, seed):
+    q, k, v, _ = inputs(2, kv_heads, group, seq, 4, torch.float64, seed)
+    torch.manual_seed(seed)
+    out = unfused(q, k, v, 0.3)
+    torch.manual_seed(seed)
+    heads = kv_heads * group
+    kept = torch.native_dropout(torch.ones(2, heads, seq, seq, dtype=torch.float64), 0.3, True)[0]
+    scores = q @ k.repeat_interleave(group, 1).mT / 2
+    weights = scores.masked_fill(causal_mask(seq), -math.inf).softmax(-1)
+    assert torch.allclose(out, (weights * kept) @ v.repeat_interleave(group, 1), rtol=0, atol=1e-12)
+
+
+def test_a_module_drops_weights_in_training_alone():
+    module = Attention(Config(1, 8, 2, fused=False, attention_dropout=0.5))
+    for p in module.parameters():
+        torch.nn.init.normal_(p, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(1))
+    torch.manual_seed(0)
+    assert not torch.equal(module(x), module(x))
+    module.eval()
+    assert torch.equal(module(x), module(x)) and torch.equal(module(x), module(x, mask=causal_mask(6)))
+    module.fused = True
+    still = module(x)
+    module.fused = False
+    assert torch.allclose(module(x), still, rtol=0, atol=1e-5)  # float32, some hundred roundings
+
+
+def saved_bytes(module, *args) -> int:
+    """Bytes of all storages that autograd keeps, but the module's parameters and its arguments."""
+    own = {t.untyped_storage().data_ptr() for t in (*module.parameters(), *args[1:]) if t is not None}
+    kept = {}
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: kept.setdefault(t.untyped_storage().data_ptr(), (t, t.untyped_storage().nbytes()))[0], lambda t: t
+    ):
+        out = module(*args)
+    del out
+    return sum(n for pointer, (_, n) in kept.items() if pointer not in own)
+
+
+@pytest.mark.parametrize("batch, seq, width, heads", [(2, 32, 64, 4), (1, 64, 32, 8), (3, 48, 64, 2)])
+def test_a_block_spelled_out_keeps_what_the_paper_counts(batch, seq, width, heads):
+    """https://arxiv.org/abs/2205.05198, equation 1: s b h (34 + 5 a s / h) bytes in 16 bits."""
+    shape = Config(1, width, heads, seq=seq, fused=False, dropout=0.1, attention_dropout=0.1)
+    x = torch.zeros(batch, seq, width, dtype=torch.bfloat16)
+    formula = seq * batch * width * 34 + 5 * heads * seq * seq * batch
+    # A mean and a deviation for each token of two norms, which it leaves out; a CPU keeps them as narrow as the rest.
+    statistics = 2 * 2 * 2 * batch * seq
+    mask = causal_mask(seq)
+    assert saved_bytes(Block(shape).bfloat16(), x, None, mask) == formula + statistics
+    fused = Config(1, width, heads, seq=seq, dropout=0.1)  # control
+    assert saved_bytes(Block(fused).bfloat16(), x, None, None) < formula - 4 * heads * seq * seq * batch
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_dropout_keeps_one_byte_for_each_element(dtype):
+    x = torch.ones(50, 40, dtype=dtype, requires_grad=True)
+    dropout = Dropout(0.25)
+    assert saved_bytes(dropout, x) == 50 * 40
+    torch.manual_seed(0)
+    out = dropout(x)
+    assert set(out.unique().tolist()) == {0.0, torch.tensor(1 / 0.75, dtype=dtype).item()}
+    assert float((out > 0).double().mean()) == pytest.approx(0.75, abs=0.05)  # 2,000 draws: five deviations
+    (grad,) = torch.autograd.grad(out.sum(), x)
+    assert torch.equal(grad, out)
+    assert dropout.eval()(x) is x and Dropout(0.0)(x) is x
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 0.03)])

@@ -18,7 +18,7 @@ def on_meta(shape: Config) -> Decoder:
         return Decoder(shape)
 
 
-@given(configs())
+@given(configs(unfused=True, experts=True))
 @settings(deadline=None, max_examples=100)
 def test_the_closed_form_counts_every_parameter(shape):
     assert shape.n_params() == sum(p.numel() for p in on_meta(shape).parameters())
@@ -39,6 +39,8 @@ def test_the_parameter_count_notices_one_bias():
         ("llama3-8b", 8_030_261_248),
         ("llama3-70b", 70_553_706_496),
         ("llama3-405b", 405_853_388_800),
+        ("mixtral-8x7b", 46_702_792_704),  # mistralai/Mixtral-8x7B-v0.1
+        ("dbrx", 131_596_523_520),  # databricks/dbrx-base
     ],
 )
 def test_published_models_have_their_published_number_of_parameters(name, n_params):
@@ -49,10 +51,40 @@ def test_gpt3_has_175_billion_parameters():
     assert config("gpt3-175b").n_params() == pytest.approx(175e9, rel=0.005)  # the paper rounds to three digits
 
 
-@given(configs(), st.integers(1, 3), st.data())
+@pytest.mark.parametrize(
+    "name, total, active",
+    [
+        ("mixtral-8x7b", 46.7e9, 12.9e9),  # https://mistral.ai/news/mixtral-of-experts
+        ("dbrx", 132e9, 36e9),  # https://huggingface.co/docs/transformers/model_doc/dbrx
+    ],
+)
+def test_a_token_meets_as_many_parameters_as_was_published(name, total, active):
+    shape = config(name)
+    assert shape.n_params() == pytest.approx(total, rel=0.005)
+    assert shape.active_params() == pytest.approx(active, rel=0.02)  # published with two or three digits
+
+
+@given(configs(experts=True), st.data())
+@settings(deadline=None, max_examples=30)
+def test_one_token_moves_the_parameters_it_meets_and_no_others(shape, data):
+    shape = dataclasses.replace(shape, capacity=None, balance=0.0)
+    model = Decoder(shape)
+    for p in model.parameters():
+        torch.nn.init.normal_(p, generator=torch.Generator().manual_seed(0))
+    model.loss_sum(torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1, dtype=torch.int64)).backward()
+    idle = 0
+    for name, p in model.named_parameters():
+        if ".experts." in name:
+            idle += sum(e.numel() for e, g in zip(p, p.grad) if not g.any())
+    assert shape.n_params() - shape.active_params() == idle
+    assert bool(idle) == (shape.top_k < shape.experts)
+
+
+@given(configs(experts=True), st.integers(1, 3), st.data())
 @settings(deadline=None, max_examples=60)
 def test_flops_equal_what_torch_counts_plus_the_attended_pairs(shape, batch, data):
     seq = data.draw(st.integers(1, shape.seq))
+    shape = dataclasses.replace(shape, capacity=None)  # dropped choices still count
     model = Decoder(shape)
     with FlopCounterMode(display=False) as counter:
         model(torch.zeros(batch, seq, dtype=torch.int64))
@@ -102,6 +134,25 @@ GOOD = {"layers": 2, "width": 8, "heads": 4}
         ({"bias": 1}, "bias", ["True or False"]),
         ({"rope_base": float("nan")}, "rope_base", ["finite", "10000.0"]),
         ({"norm_eps": 0.0}, "norm_eps", ["above 0", "1e-5"]),
+        ({"label_smoothing": 1.5}, "label_smoothing", ["from 0 to 1", "1.5"]),
+        ({"attention_dropout": 0.1}, "attention_dropout", ["never writes its weights to memory", "fused=False"]),
+        ({"fused": False, "attention_dropout": -0.1}, "attention_dropout", ["at least 0", "attention_dropout=0.1"]),
+        ({"fused": 0}, "fused", ["True or False"]),
+        ({"experts": -1}, "experts", ["at least 0", "got -1"]),
+        ({"experts": 4, "top_k": 5}, "top_k", ["5 different experts", "only 4", "top_k=4"]),
+        ({"experts": 4, "top_k": 0}, "top_k", ["at least 1", "got 0"]),
+        ({"experts": 4, "top_k": 1, "router": "topk-softmax"}, "top_k", ["always 1", 'router="softmax-topk"']),
+        ({"experts": 4, "top_k": 1, "renormalize": True}, "top_k", ["always 1", "renormalize=False"]),
+        ({"experts": 4, "router": "topk"}, "router", ["'topk'", '"softmax-topk" or "topk-softmax"']),
+        ({"experts": 4, "balance": -1.0}, "balance", ["at least 0", "0.01 is usual"]),
+        ({"experts": 4, "balance_over": "rank"}, "balance_over", ['"sequence" or "batch"']),
+        ({"experts": 4, "capacity": 0}, "capacity", ["above 0", "None drops nothing"]),
+        ({"experts": 4, "capacity": "all"}, "capacity", ["a number", "'all'"]),
+        ({"experts": 4, "routing": "unifrom"}, "routing", ["'unifrom'", 'did you mean "uniform"', "zipf:1.2"]),
+        ({"experts": 4, "routing": "zipf:x"}, "routing", ["'zipf:x'", "after the colon"]),
+        ({"balance": 0.01}, "balance", ["this model is dense", "experts=8"]),
+        ({"shared_ffn": 8}, "shared_ffn", ["this model is dense"]),
+        ({"capacity": 1.0}, "capacity", ["this model is dense"]),
     ],
 )
 def test_an_impossible_config_says_what_is_wrong_and_what_to_do(wrong, field, says):

@@ -13,6 +13,9 @@ from .strategies import configs
 
 TINY = Config(layers=2, width=16, heads=4, kv_heads=2, ffn=24, vocab=32, seq=12)
 LLAMA = dataclasses.replace(TINY, positions="rotary", norm="rms", activation="swiglu", bias=False)
+SPELLED_OUT = dataclasses.replace(LLAMA, fused=False, label_smoothing=0.1)
+# So few places that about half of all choices are dropped.
+MOE = dataclasses.replace(LLAMA, ffn=8, experts=5, shared_ffn=4, renormalize=True, balance=0.3, capacity=0.6)
 
 
 @pytest.fixture
@@ -34,7 +37,7 @@ def gradients(model: Decoder, x, y) -> dict[str, torch.Tensor]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-@given(configs(dropout=True), st.integers(0, 2))
+@given(configs(dropout=True, unfused=True, experts=True), st.integers(0, 2))
 @settings(deadline=None, max_examples=60)
 def test_every_parameter_gets_a_gradient_even_from_an_empty_batch(shape, batch):
     model = Decoder(shape)
@@ -53,7 +56,7 @@ def test_a_batch_without_labels_costs_nothing_and_teaches_nothing():
     assert any(g.any() for g in gradients(model, x, y).values())
 
 
-@pytest.mark.parametrize("shape", [TINY, LLAMA])
+@pytest.mark.parametrize("shape", [TINY, LLAMA, SPELLED_OUT, MOE])
 def test_losses_and_gradients_of_parts_add_up(shape, float64):
     model = Decoder(shape)
     x, y = pair(shape, 5)
@@ -75,7 +78,7 @@ def test_the_loss_is_a_sum_over_the_labels_that_count():
     assert model.loss_sum(x, y).item() == pytest.approx(by_hand.item(), rel=1e-5)  # float32, 19 terms
 
 
-@pytest.mark.parametrize("shape", [TINY, LLAMA])
+@pytest.mark.parametrize("shape", [TINY, LLAMA, SPELLED_OUT, MOE])
 def test_no_token_sees_a_later_one(shape, float64):
     model = Decoder(shape)
     x, _ = pair(shape, 2)
@@ -125,6 +128,9 @@ def test_branches_start_small_and_all_weights_differ():
     model = Decoder(Config(layers=8, width=64, heads=4))
     assert float(model.blocks[3].attention.q.weight.detach().std()) == pytest.approx(0.02, rel=0.1)  # 4,096 draws
     assert float(model.blocks[3].mlp.down.weight.detach().std()) == pytest.approx(0.02 / 4, rel=0.1)
+    experts = Decoder(Config(layers=8, width=64, heads=4, experts=2)).blocks[3].moe.experts
+    assert float(experts.up.detach().std()) == pytest.approx(0.02, rel=0.1)
+    assert float(experts.down.detach().std()) == pytest.approx(0.02 / 4, rel=0.1)
     weights = [p for name, p in model.named_parameters() if p.dim() == 2]
     assert len({w[0, 0].item() for w in weights}) == len(weights)
 
@@ -159,6 +165,11 @@ def test_modules_have_the_names_that_strategies_look_for():
     names = {name for name, module in Decoder(LLAMA).named_modules() if isinstance(module, torch.nn.Linear)}
     block = ["attention.q", "attention.k", "attention.v", "attention.o", "mlp.gate", "mlp.up", "mlp.down"]
     assert names == {f"blocks.{i}.{part}" for i in range(2) for part in block} | {"head"}
+    names = {name for name, _ in Decoder(MOE).named_modules()}
+    parts = ["router", "experts", "shared.up", "balance", "capacity"]
+    assert {f"blocks.1.moe.{part}" for part in parts} | {"loss", "blocks.0.attention.dropout"} <= names
+    assert "blocks.0.mlp" not in names
+    assert not any("shared" in n for n, _ in Decoder(dataclasses.replace(MOE, shared_ffn=0)).named_modules())
     assert "positions.weight" in Decoder(TINY).state_dict() and "positions.weight" not in Decoder(LLAMA).state_dict()
 
 
@@ -186,7 +197,7 @@ def test_a_wrong_batch_says_what_to_do(x, y, says):
         model(x) if y is None else model.loss_sum(x, y)
 
 
-@pytest.mark.parametrize("name", ["gpt-tiny", "llama-tiny"])
+@pytest.mark.parametrize("name", ["gpt-tiny", "llama-tiny", "moe-tiny"])
 def test_a_tiny_model_learns_from_the_text(name):
     model = GPT(config(name))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)

@@ -1,12 +1,15 @@
 """A model on meta tensors must issue the very operators that it issues on a CPU: a shape run stands for a real one."""
 
+import dataclasses
+
+import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from emu.models import Decoder
+from emu.models import Config, Decoder
 
 from .strategies import configs
 
@@ -38,7 +41,7 @@ def step(shape, batch, seq, recorder):
     return recorder.calls, model
 
 
-@given(configs(dropout=True), st.integers(0, 2), st.data())
+@given(configs(dropout=True, unfused=True), st.integers(0, 2), st.data())
 @settings(deadline=None, max_examples=60)
 def test_meta_and_cpu_issue_the_same_operators(shape, batch, data):
     seq = data.draw(st.integers(1, shape.seq))
@@ -46,6 +49,22 @@ def test_meta_and_cpu_issue_the_same_operators(shape, batch, data):
     meta, model = step(shape, batch, seq, Recorder(onto="meta"))
     assert all(p.is_meta and p.grad is not None and p.grad.is_meta for p in model.parameters())
     assert real == meta
+
+
+@given(configs(dropout=True, unfused=True, experts=True), st.integers(0, 2), st.data())
+@settings(deadline=None, max_examples=60)
+def test_with_experts_only_the_numbers_of_their_rows_differ(shape, batch, data):
+    seq = data.draw(st.integers(1, shape.seq))
+    real, _ = step(shape, batch, seq, Recorder())
+    meta, _ = step(shape, batch, seq, Recorder(onto="meta"))
+    assert [name for name, _ in real] == [name for name, _ in meta]
+
+
+def test_without_a_declared_routing_experts_have_no_rows_to_be_taken_for_granted():
+    shape = Config(layers=1, width=8, heads=2, experts=4, routing=None)
+    with pytest.raises((NotImplementedError, RuntimeError)):  # torch: a meta tensor has no data
+        step(shape, 1, 4, Recorder(onto="meta"))
+    step(dataclasses.replace(shape, routing="zipf:1"), 1, 4, Recorder(onto="meta"))
 
 
 def test_the_comparison_sees_attention_that_differs():
