@@ -87,7 +87,8 @@ class Balance(nn.Module):
             choices, mass = choices.sum(0, keepdim=True), mass.sum(0, keepdim=True)
             tokens = tokens * rows
         used = choices.to(mass.dtype) * (n_experts / max(1, experts.shape[-1] * tokens))  # f
-        return (used * mass).sum(-1).div(max(1, tokens)).expand(rows)
+        loss = (used * mass).sum(-1).div(max(1, tokens))
+        return loss[0].expand(rows) if self.over == "batch" else loss
 
     def totals(self, probabilities: Tensor, experts: Tensor) -> tuple[Tensor, Tensor, int]:
         """What is summed over the tokens of each sequence: choices and probabilities of every expert, and 1.

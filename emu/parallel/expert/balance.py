@@ -77,11 +77,11 @@ class SharedBalance(nn.Module):
         """probabilities: [batch, seq / ranks, experts]; experts: [batch, seq / ranks, k]. Returns [batch], alike on all."""
         choices, mass, _ = self.totals(probabilities, experts)  # of this rank's tokens
         rows, n_experts = mass.shape
-        if self.over == "batch":
-            choices, mass = choices.sum(0, keepdim=True), mass.sum(0, keepdim=True)
         if self.sequence.size > 1:
             choices = self.sequence.all_reduce(choices, name="balance choices")
             mass = reduce_from(mass, self.sequence, name="balance probabilities")
+        if self.over == "batch":  # only now: sequences are whole
+            choices, mass = choices.sum(0, keepdim=True), mass.sum(0, keepdim=True)
         if self.over == "batch" and self.data is not None and self.data.size > 1:
             choices = self.data.all_reduce(choices, name="balance choices")
             mass = copy_to(
@@ -90,7 +90,8 @@ class SharedBalance(nn.Module):
         total = choices.sum(-1, keepdim=True).clamp(min=1)  # k choices a token: nobody needs to know how many tokens
         used = choices.to(mass.dtype) * (n_experts / total.to(mass.dtype))
         tokens = total[:, 0].div(experts.shape[-1], rounding_mode="floor").clamp(min=1)
-        return (used * mass).sum(-1).div(tokens.to(mass.dtype)).expand(rows)
+        loss = (used * mass).sum(-1).div(tokens.to(mass.dtype))
+        return loss[0].expand(rows) if self.over == "batch" else loss
 
 
 class SharedCapacity(nn.Module):
