@@ -14,9 +14,13 @@ from torch.utils.checkpoint import checkpoint
 
 import emu
 import emu.parallel.tensor.randomness as randomness
+from emu.equivalence.compare import whole_results
+from emu.models import GPT, Config
+from emu.parallel import DataParallel, shard_model
 from emu.parallel.tensor.randomness import become_sharded_dropout, mixed, own_randomness, share_generators
 from emu.spmd import EmuError, Mesh, copy_to, reduce_from
 from emu.virtual.launch import run_virtual
+from tests.parallel.programs import batch
 
 N = 64  # numbers a draw: two that are independent agree in half of them, never in all
 
@@ -351,3 +355,60 @@ def test_a_module_stays_what_it_was():
 def test_something_that_is_no_module_is_refused():
     with pytest.raises(EmuError, match="a function is no module that draws"):
         run_virtual(lambda rank: become_sharded_dropout(F.dropout, rank.group("tp")), Mesh(tp=2))
+
+
+# -------------------------------------------------------------------------------------------------------- a whole model
+def biased(config):
+    """A decoder none of whose branches is 0 anywhere, which would hide whether it was dropped."""
+    model, g = GPT(config, seed=0), torch.Generator().manual_seed(1)
+    for name, p in model.named_parameters():
+        if name.endswith("bias"):
+            p.data.copy_(torch.randn(p.shape, generator=g) * 0.1)
+    return model
+
+
+def dropping(rank, config, data, sp):
+    """One backward of a decoder that drops out everywhere: loss, gradients, and (module, mask) of every call in order."""
+    model = biased(config)
+    torch.manual_seed(5)
+    dist = DataParallel(model, rank, "dp", sharding=shard_model(model, rank, sp=sp))
+    drawn = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Dropout):
+            module.register_forward_hook(lambda m, x, out, name=name: drawn.append((name, (out != 0) | (x[0] == 0))))
+    loss = dist.backward(data)
+    return loss, dist.gather_gradients(), drawn
+
+
+def joined(mesh, drawn, call, sp):
+    """One device's mask of a call, from those of all ranks."""
+    name, rows = drawn[0][call][0], []
+    for i in range(mesh.axes["dp"]):
+        parts = [drawn[mesh.rank_at({"dp": i, "tp": j})][call][1] for j in range(mesh.axes["tp"])]
+        sharded = sp or name.endswith("attention.dropout")
+        if not sharded:
+            assert all(torch.equal(part, parts[0]) for part in parts), f"{name}: replicas drop differently"
+        rows.append(torch.cat(parts, 1) if sharded else parts[0])  # heads of [batch, heads, seq, seq], or the sequence
+    return torch.cat(rows)
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("tp, dp, sp", [(1, 2, False), (2, 1, False), (2, 2, True), (2, 2, False), (4, 1, True)])
+def test_a_decoder_has_the_gradients_of_one_device_that_drops_the_same(tp, dp, sp):
+    config = Config(2, 16, 4, vocab=11, seq=6, dropout=0.3, attention_dropout=0.4, fused=False)
+    data, mesh = batch(config, 4), Mesh(dp=dp, tp=tp)
+    results = run_virtual(dropping, mesh, args=(config, data, sp)).results
+    drawn = [masks for *_, masks in results]
+    masks = [joined(mesh, drawn, call, sp) for call in range(len(drawn[0]))]
+    assert len(masks) == 7 and len({tuple(mask.flatten()[:200].tolist()) for mask in masks}) == 7
+    model, left = biased(config), iter(masks)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.forward = lambda x, p=module.p: x * next(left) / (1 - p)
+    loss = model.loss_sum(data.x, data.y) / data.tokens
+    loss.backward()
+    found = whole_results([{"loss": loss, "gradient": gradients} for loss, gradients, _ in results], mesh)
+    right = {"loss": loss.detach(), **{f"gradient.{name}": p.grad for name, p in model.named_parameters()}}
+    assert found.keys() == right.keys()
+    for name, tensor in right.items():  # of the order of 0.1; in float64, but for sums in another order
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-14)
