@@ -16,6 +16,7 @@ from emu.equivalence.check import check
 from emu.equivalence.state import drops_out, name_of_dropout
 from emu.equivalence.verdict import Verdict
 from emu.parallel import Batch, Plan, SyncBatchNorm, as_batch, check_model, checked_plan, mesh_of, parallelize
+from emu.parallel.plan import set_capacity
 from emu.spmd import EmuError, Mesh, PlanError, Rank, grads
 
 RATE = 0.1  # of the step that both sides take
@@ -63,6 +64,12 @@ def verify(
         )
 
     def fresh() -> Any:
+        plain = _plain()
+        if plan.capacity is not None:
+            set_capacity(plain, plan.capacity)  # on both sides: it is another function with it than without
+        return plain
+
+    def _plain() -> Any:
         if isinstance(model, nn.Module):
             mine = _copied(template).to(torch.get_default_dtype())
             for p, trains in zip(mine.parameters(), trainable):

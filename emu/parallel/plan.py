@@ -238,7 +238,8 @@ def parallelize(model: nn.Module, plan: Plan, rank: Rank) -> DataParallel:
         )
     if plan.capacity is not None:
         set_capacity(model, plan.capacity)
-    inside = plan.axes().get("tp", 1) * plan.ep * plan.etp > 1
+    shares = any(getattr(m, "over", None) == "batch" for m in model.modules())  # a balance loss over all ranks' rows
+    inside = plan.axes().get("tp", 1) * plan.ep * plan.etp > 1 or (shares and there.size > 1)
     return DataParallel(
         model,
         rank,

@@ -203,7 +203,7 @@ class Surgery:
     def _capacity(self, path: str, where: str, module: nn.Module, style: s.Capacity) -> None:
         from emu.parallel.expert import become_shared_capacity
 
-        become_shared_capacity(module, self.tp)
+        become_shared_capacity(module, self.tp, self._tokens_at(path))
 
     # The rest of the model.
 
