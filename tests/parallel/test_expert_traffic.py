@@ -78,7 +78,7 @@ def test_over_etp_every_rank_gets_all_tokens_of_the_same_experts(drawn):
         assert [e.kind for e in gathers] == ["all_gather", "reduce_scatter"]
         assert [e.kind for e in scatters] == ["reduce_scatter", "all_gather"]
         for e in (*gathers, *scatters):
-            assert [s for s in e.sizes or [e.bytes // etp] * etp] == pieces
+            assert list(e.sizes or [e.bytes // etp] * etp) == pieces
 
 
 def test_counts_travel_before_the_tokens_and_the_host_waits_for_them_once():
