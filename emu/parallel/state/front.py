@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -79,7 +79,8 @@ def load(
         dist: the same model, under any strategy of its kind.
         optimizer: of the same kind, made with the same groups; None leaves the saved states in the file.
         convert: whether tensors of another dtype are converted; otherwise they are an error.
-        rng: whether this rank's random generators go on, too. Ranks that the saved run did not have get seeds derived from it.
+        rng: whether this rank's random generators go on, too. Ranks that the saved run did not have get seeds derived from it;
+            where tp was or is more than 1 and the mesh is another, all ranks do.
 
     Returns:
         The extra data that was saved along.
@@ -108,6 +109,7 @@ def load(
         optimizer.load_scalars(plain["optimizer"])
     if rng and loaded.rng is not None:
         restore_rng(loaded.rng)
+        _share_draws(dist.rank, loaded.mesh)
     return plain["extra"]
 
 
@@ -203,6 +205,20 @@ def _filling(dist: Distributed) -> Iterator[None]:
         if work is not None:
             work.wait()
     dist.zero_grad()
+
+
+def _share_draws(rank: Rank, saved: Mapping[str, Any]) -> None:
+    """Ranks along tp draw alike, and others do not: where the states came from ranks of another mesh, they are made so.
+
+    Args:
+        saved: the mesh that saved them.
+    """
+    before, now = saved.get("axes"), rank.mesh.axes
+    if before == now or (now.get("tp", 1) == 1 and (not isinstance(before, dict) or before.get("tp", 1) == 1)):
+        return
+    from emu.parallel.tensor.randomness import share_generators
+
+    share_generators(rank, rank.group("tp") if "tp" in now else rank.group(members=[rank.id], label="alone"))
 
 
 def _tensors(dist: Distributed, optimizer: Stepping | None) -> dict[str, Sequence[Piece]]:
