@@ -100,7 +100,7 @@ def become_vocab_embedding(module: nn.Embedding, group: Group, tokens: TokenCut 
     for option, why in (
         ("max_norm", "renormalises rows in place whenever they are looked up"),
         ("scale_grad_by_freq", "divides gradients by counts of which every rank has a part"),
-        ("sparse", "makes gradients that lists of rows and not tensors are"),
+        ("sparse", "makes gradients that are lists of rows, which are not summed over ranks"),
     ):
         if getattr(module, option):
             raise EmuError(
