@@ -123,9 +123,13 @@ class _Enter(Function):
         ctx.save_for_backward(x, *trained)
         ticket = x.new_empty(0)
         if tokens is None:
-            return x.view_as(x), ticket
-        ctx.sizes = sizes = tokens.sizes
-        return region.group.all_gather(x.detach(), tokens.dim, _uneven(sizes), name=region.name), ticket
+            entered = x.view_as(x)
+        else:
+            ctx.sizes = sizes = tokens.sizes
+            entered = region.group.all_gather(x.detach(), tokens.dim, _uneven(sizes), name=region.name)
+        if not ctx.needs_input_grad[0]:
+            ctx.mark_non_differentiable(entered)
+        return entered, ticket
 
     @staticmethod
     @torch.autograd.function.once_differentiable
