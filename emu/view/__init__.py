@@ -7,6 +7,7 @@ from emu.view.memory_bars import memory_bars_figure
 from emu.view.mesh import mesh_figure, mesh_html
 from emu.view.notebook import attach
 from emu.view.report import Code, Heading, Picture, Text, report_html, write_report
+from emu.view.routing import routing_figure
 from emu.view.style import png_bytes, png_data_uri
 from emu.view.tables import Table, comparison_table, metrics_table
 from emu.view.timeline import timeline_figure
@@ -29,6 +30,7 @@ __all__ = [
     "png_bytes",
     "png_data_uri",
     "report_html",
+    "routing_figure",
     "timeline_figure",
     "write_report",
 ]
