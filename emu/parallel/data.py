@@ -77,6 +77,12 @@ class DataParallel:
     ) -> None:
         check_model(model)
         checked_rank(rank, "emu.DataParallel(model, rank, ...)")
+        if (cut := getattr(model, "cut_inside", None)) is not sharding:
+            raise EmuError(
+                f"{type(model).__name__} is {'cut inside its layers' if cut is not None else 'no model that was cut'}, and "
+                f"DataParallel was {'not told how' if sharding is None else 'given a sharding of another'}",
+                "sharding = shard_model(model, rank); DataParallel(model, rank, 'dp', sharding=sharding)",
+            )
         self.model, self.rank, self.axes, self.zero, self.sharding = model, rank, axes, zero, sharding
         alone = sharding is not None and not axes  # every rank gets the whole batch
         self.group = rank.group(members=[rank.id], label="alone") if alone else rank.group(*axes)

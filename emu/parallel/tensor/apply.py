@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
+from typing import Any
 
 from torch import nn
 
@@ -40,6 +41,10 @@ def shard_model(
     """
     checked_plain(model, "shard_model(model, rank)")
     checked_rank(rank, "shard_model(model, rank)")
+    if any(hasattr(module, "cut_inside") for module in model.modules()):
+        raise PlanError(
+            f"{type(model).__name__} is cut inside its layers already", "a model is cut once", field="sharding_map"
+        )
     tp = rank.group("tp") if "tp" in rank.mesh.axes else rank.group(members=[rank.id], label="tp")
     if sp and tp.size == 1:
         raise PlanError(
@@ -49,7 +54,9 @@ def shard_model(
             nearest=False,
         )
     found = _styles(model, sharding_map if sharding_map is not None else map_of(model))
-    return Surgery(model, rank, tp, sp, found).done
+    done: Any = Surgery(model, rank, tp, sp, found).done
+    model.cut_inside = done  # so that nobody takes it for a plain one
+    return done
 
 
 def _styles(model: nn.Module, sharding_map: Mapping[str, s.Style]) -> dict[str, s.Style]:

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from emu.parallel.tensor.tokens import TokenCut
-from emu.spmd import Group
+from emu.spmd import EmuError, Group
 
 
 class Map(Protocol):
@@ -81,7 +81,10 @@ class Region:
         return _Product.apply(self._pass.ticket, self._pass, self.maps.index(m), x.detach())
 
     def __deepcopy__(self, memo: Any) -> Any:
-        raise RuntimeError("a region belongs to one model: copy the plain model before it is cut")
+        raise EmuError(
+            f"a copy of {self.name or 'the model'!r} would talk for the model it was copied from",
+            "copy the plain model, and cut the copy",
+        )
 
 
 class _Pass:
