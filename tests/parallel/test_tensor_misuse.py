@@ -113,7 +113,7 @@ def test_under_sp_every_module_with_parameters_is_named():
 def test_experts_are_shared_out_only_where_there_are_some():
     with pytest.raises(PlanError, match="ep=2, but Decoder has no experts to share out"):
         emu.verify(lambda: GPT(CONFIG), Plan("dp=2", ep=2, seq=4))
-    with pytest.raises(PlanError, match="capacity=1.5, but Decoder has no experts"):
+    with pytest.raises(PlanError, match=r"capacity=1\.5, but Decoder has no experts"):
         emu.verify(lambda: GPT(CONFIG), Plan("dp=2", capacity=1.5, seq=4))
     with pytest.raises(EmuError, match="up is no module of stacked experts"):
         cut({"up": Experts()})
