@@ -69,7 +69,8 @@ def _draw_matrix(axes: Axes, sent: np.ndarray) -> None:
     axes.imshow(sent, cmap=colours, vmin=0, vmax=most, aspect="auto", interpolation="nearest")
     if max(senders, receivers) <= MOST_NUMBERS:
         for i, j in np.ndindex(sent.shape):
-            ink = ink_on(to_hex(tuple(colours(float(sent[i, j]) / most))))
+            red, green, blue, _ = colours(float(sent[i, j]) / most)
+            ink = ink_on(to_hex((red, green, blue)))
             axes.text(j, i, f"{sent[i, j]:,.0f}", ha="center", va="center", color=ink, fontsize=8)
     axes.set_yticks(_ticks(senders))
     axes.set_ylabel("from rank")
