@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import emu
 from emu.parallel.state import Piece, StateError, load_state, save_state
+from emu.parallel.state.boxes import Box, boxes, stacked
 from emu.parallel.state.ownership import describe, shares
 from emu.parallel.tensor.pieces import whole_pieces
 from emu.spmd import Layout, Mesh, Shard, Slices
@@ -67,6 +68,23 @@ def test_what_is_saved_under_one_cut_loads_under_any_other(cases, step):
             run = emu.launch(program, mesh, args=(layout, path), backend="virtual", track=False)
     for rank, part in enumerate(run.results):
         assert torch.equal(part, layout.local(whole, mesh, rank))
+
+
+@given(st.one_of(dense(), folded()), st.data())
+def test_boxes_of_runs_are_stacked_in_the_order_of_the_elements(case, data):
+    """As they are exported; a part that is one range of every dimension is one box."""
+    mesh, layout, whole = case
+    rank = data.draw(st.integers(0, mesh.size - 1))
+    part = layout.local(whole, mesh, rank).clone()
+    found = whole_pieces(Piece("w", tuple(part.shape), 0, part.view(-1)), whole.shape, layout, mesh, rank)
+    single = [box for piece in found for box in boxes(piece.shape, piece.start, piece.start + len(piece.tensor))]
+    together = stacked(single)
+    assert sum(count for _, count in together) == len(single)
+    everything = Box((0,) * whole.dim(), tuple(whole.shape))
+    held = [whole[box.within(everything)].flatten() for box, _ in together]
+    assert torch.equal(torch.cat([whole.new_empty(0), *held]), part.flatten())
+    if part.numel() and all(len(ranges) == 1 for ranges in layout.held(whole.shape, mesh, rank)):
+        assert len(together) == 1
 
 
 TWO = Mesh(tp=2)

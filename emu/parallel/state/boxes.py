@@ -46,3 +46,33 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
 
 def _at(row: int, box: Box) -> Box:
     return Box((row, *box.offsets), (1, *box.sizes))
+
+
+def stacked(found: Sequence[Box]) -> list[tuple[Box, int]]:
+    """Boxes that lie on each other as larger ones, and of how many each is made.
+
+    What they hold, one after the other, stays what the larger ones hold: a column of a matrix, a box a row, is one box.
+    """
+    out = [(box, 1) for box in found]
+    for dim in reversed(range(len(found[0].offsets) if found else 0)):
+        below, out = out, []
+        for box, count in below:
+            if out and (both := _stacked(out[-1][0], box, dim)) is not None:
+                out[-1] = both, out[-1][1] + count
+            else:
+                out.append((box, count))
+    return out
+
+
+def _stacked(first: Box, second: Box, dim: int) -> Box | None:
+    """Two boxes as one, if the second goes on along the dimension where the first ends, and dimensions before have size 1."""
+    beside = [*range(dim), *range(dim + 1, len(first.sizes))]
+    if (
+        first.offsets[dim] + first.sizes[dim] != second.offsets[dim]
+        or any(n != 1 for n in first.sizes[:dim])
+        or any(first.offsets[d] != second.offsets[d] or first.sizes[d] != second.sizes[d] for d in beside)
+    ):
+        return None
+    sizes = list(first.sizes)
+    sizes[dim] += second.sizes[dim]
+    return Box(first.offsets, tuple(sizes))

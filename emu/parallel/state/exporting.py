@@ -11,12 +11,13 @@ import pickle
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from emu.parallel.state.boxes import boxes
+from emu.parallel.state.boxes import Box, boxes, stacked
 from emu.parallel.state.consult import consult
 from emu.parallel.state.errors import StateError, folder_of, naming
 from emu.parallel.state.folders import folder_to_disk, to_disk
@@ -120,23 +121,54 @@ def _file(rank: int) -> str:
     return f"__{rank}_0.distcp"
 
 
+class Boxed(NamedTuple):
+    """A box of a tensor that a rank writes, from the runs of its pieces (index, start, stop), one after the other."""
+
+    kind: str
+    name: str
+    box: Box
+    runs: list[tuple[int, int, int]]
+
+
+def _boxed(pieces: Mapping[str, Sequence[tuple[str, Sequence[int]]]], share: Sequence[Share]) -> list[Boxed]:
+    """A rank's share as boxes, as few as may be.
+
+    Args:
+        pieces: kind -> name and shape of every piece.
+    """
+    out: list[Boxed] = []
+    for (kind, name), some in groupby(share, lambda s: (s.kind, pieces[s.kind][s.index][0])):
+        found: list[Box] = []
+        runs: list[tuple[int, int, int]] = []
+        for _, index, start, stop in some:
+            for box in boxes(pieces[kind][index][1], start, stop):
+                end = start + torch.Size(box.sizes).numel()
+                found.append(box)
+                runs.append((index, start, end))
+                start = end
+        at = 0
+        for box, count in stacked(found):
+            out.append(Boxed(kind, name, box, runs[at : at + count]))
+            at += count
+    return out
+
+
 def _write(path: Path, tensors: Mapping[str, Sequence[Piece]], share: Sequence[Share]) -> list[Any]:
-    """Writes a rank's boxes; returns, for each share, where each of its boxes lies: [offset, length]."""
+    """Writes a rank's boxes; returns where each of them lies: [offset, length]."""
     places: list[Any] = []
+    shapes = {kind: [(piece.name, piece.shape) for piece in pieces] for kind, pieces in tensors.items()}
     with naming(path), open(path, "wb") as file:
-        for kind, index, start, stop in share:
-            piece, of_share = tensors[kind][index], []
-            at = start - piece.start
-            for box in boxes(piece.shape, start, stop):
-                count = torch.Size(box.sizes).numel()
-                values = piece.tensor.detach()[at : at + count]
-                at += count
-                # A tensor of its own: torch.save would write all that a view is a view of.
-                own = torch.empty(count, dtype=values.dtype, device="cpu").copy_(values).view(box.sizes)
-                before = file.tell()
-                torch.save(own, file)
-                of_share.append([before, file.tell() - before])
-            places.append(of_share)
+        for kind, _, box, runs in _boxed(shapes, share):
+            held = [tensors[kind][index] for index, _, _ in runs]
+            # A tensor of its own: torch.save would write all that a view is a view of.
+            own = torch.empty(torch.Size(box.sizes).numel(), dtype=held[0].tensor.dtype, device="cpu")
+            at = 0
+            for piece, (_, start, stop) in zip(held, runs):
+                own[at : at + stop - start].copy_(piece.tensor.detach()[start - piece.start : stop - piece.start])
+                at += stop - start
+            before = file.tell()
+            torch.save(own.view(box.sizes), file)
+            places.append([before, file.tell() - before])
         to_disk(file)
     return places
 
@@ -171,15 +203,14 @@ def _finish(
             flat[kind, tensor] = name = name_of(tuple(key(kind, tensor)))
             properties = dcp.TensorProperties(dtype=DTYPES[dtype])
             contents[name] = dcp.TensorStorageMetadata(properties, torch.Size(shape), [])
-    for rank, (pieces, share, places) in enumerate(zip(held, given, written)):
-        for (kind, index, start, stop), of_share in zip(share, places):
-            tensor, shape = pieces[kind][index][:2]
+    for rank, (described, share, places) in enumerate(zip(held, given, written)):
+        shapes = {kind: [(name, shape) for name, shape, *_ in pieces] for kind, pieces in described.items()}
+        for (kind, tensor, box, _), (offset, length) in zip(_boxed(shapes, share), places):
             name = flat[kind, tensor]
-            for box, (offset, length) in zip(boxes(shape, start, stop), of_share):
-                chunk = dcp.ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
-                contents[name].chunks.append(chunk)
-                place = dcp.MetadataIndex(name, box.offsets, len(contents[name].chunks) - 1)
-                storage[place] = filesystem._StorageInfo(_file(rank), offset, length)
+            chunk = dcp.ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+            contents[name].chunks.append(chunk)
+            place = dcp.MetadataIndex(name, box.offsets, len(contents[name].chunks) - 1)
+            storage[place] = filesystem._StorageInfo(_file(rank), offset, length)
     with open(folder / "__extra.distcp", "wb") as file:
         for path, value in beside:
             name, before = name_of(path), file.tell()

@@ -33,8 +33,8 @@ def fills(index: Index, described: Described) -> Iterator[Fill]:
                 continue
             width, end = DTYPES[whole.dtype].itemsize, start + length
             first = bisect_right(whole.ranges, start, key=lambda r: r.start) - 1
-            for held in whole.ranges[max(first, 0) :]:
-                if held.start >= end:
+            for at in range(max(first, 0), len(whole.ranges)):
+                if (held := whole.ranges[at]).start >= end:
                     break
                 a, b = max(start, held.start), min(end, held.stop)
                 if a < b:
