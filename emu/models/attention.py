@@ -64,8 +64,8 @@ def spelled_out(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, dropout: nn.Modul
     grouped = (batch * kv_heads, heads // kv_heads * seq, head_dim)  # a group's queries meet the same keys: one product
     queries = (q / math.sqrt(head_dim)).reshape(grouped)
     keys, values = (x.reshape(batch * kv_heads, seq, head_dim) for x in (k, v))
-    scores = (queries @ keys.mT).view(batch, heads, seq, seq)
-    weights = dropout(scores.masked_fill(mask, -math.inf).softmax(-1))
+    shape = (batch, heads, seq, seq)  # scores get no name, which would hold on to them
+    weights = dropout((queries @ keys.mT).view(shape).masked_fill(mask, -math.inf).softmax(-1))
     return (weights.view(*grouped[:2], seq) @ values).view(q.shape)
 
 

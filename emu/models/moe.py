@@ -108,14 +108,13 @@ class MoE(nn.Module):
         kept = self.capacity(experts)
         k = experts.shape[-1]
         tokens = x.flatten(0, 1)
-        rows = tokens.unsqueeze(1).expand(-1, k, -1).flatten(0, 1)  # [tokens * k, width]
+        out = tokens.unsqueeze(1).expand(-1, k, -1).flatten(0, 1)  # [tokens * k, width], a row for each choice
         if kept is None:
-            out = self.experts(rows, experts.flatten())
+            out = self.experts(out, experts.flatten())
         else:
-            counts = self.count(experts, kept)
-            self.experts.dropped = len(rows) - sum(counts)
-            first = kept.flatten().logical_not().argsort(stable=True)[: sum(counts)]  # the kept ones
-            out = put(self.experts(take(rows, first, some=True), experts.flatten()[first], counts), first, len(rows))
+            counts, n = self.count(experts, kept), len(out)
+            first = kept.flatten().logical_not().argsort(stable=True)[: sum(counts)]  # the choices that are kept
+            out = put(self.experts(take(out, first, some=True), experts.flatten()[first], counts), first, n)
         # Outputs are weighed, not inputs: an expert that is spread over ranks then sums the same numbers.
         mixed = (out.unflatten(0, (len(tokens), k)) * weights.flatten(0, 1).unsqueeze(-1)).sum(1).view_as(x)
         return mixed if self.shared is None else mixed + self.shared(x)

@@ -107,6 +107,21 @@ def test_rows_come_back_in_the_order_in_which_they_went(n, experts, told, seed):
         assert (out - right).abs().max() <= 1e-13 * (1 + right.abs().max())
 
 
+@given(st.integers(0, 3), st.integers(0, 9), st.integers(1, 6), st.integers(1, 6), st.sampled_from([None, 0.3, 1.0]))
+@settings(deadline=None, max_examples=60)
+def test_where_there_are_no_values_rows_are_counted_as_declared_within_every_limit(batch, seq, experts, k, capacity):
+    k = min(k, experts)
+    moe = made({"experts": experts, "top_k": k, "capacity": capacity, "routing": "zipf:3"}).to("meta")
+    chosen = torch.zeros(batch, seq, k, dtype=torch.int64, device="meta")
+    counts = moe.experts.count(chosen.flatten())
+    assert sum(counts) == batch * seq * k and max(counts) <= batch * seq  # no expert has a token twice
+    room = seq if capacity is None else moe.capacity.limit(seq, k)
+    counts = moe.count(chosen, torch.ones_like(chosen, dtype=torch.bool))
+    assert all(n <= batch * min(seq, room) for n in counts)
+    assert counts[0] == max(counts)
+    assert moe(torch.zeros(batch, seq, 4, device="meta")).shape == (batch, seq, 4)
+
+
 @given(st.integers(0, 9), st.data())
 @settings(deadline=None, max_examples=60)
 def test_taking_and_putting_rows_undo_each_other_forward_and_backward(n, data):
