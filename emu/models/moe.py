@@ -113,6 +113,7 @@ class MoE(nn.Module):
             out = self.experts(out, experts.flatten())
         else:
             counts, n = self.count(experts, kept), len(out)
+            self.experts.dropped = n - sum(counts)  # for the statistics of whoever shares the experts out
             first = kept.flatten().logical_not().argsort(stable=True)[: sum(counts)]  # the choices that are kept
             out = put(self.experts(take(out, first, some=True), experts.flatten()[first], counts), first, n)
         # Outputs are weighed, not inputs: an expert that is spread over ranks then sums the same numbers.
