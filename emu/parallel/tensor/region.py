@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
@@ -68,17 +67,29 @@ class Region:
         self._entered = entered
         return entered
 
+    @property
+    def places(self) -> list[tuple[int, bool]]:
+        """Where every map's weight stands among all weights and biases, and whether a bias follows it."""
+        places, at = [], 0
+        for m in self.maps:
+            places.append((at, m.bias is not None))
+            at += 1 if m.bias is None else 2
+        return places
+
     def leave(self) -> None:
         """The module's forward is over: nothing of it is held on to but for its backward."""
         if self._pass is not None:
-            self._pass.ticket = None
+            self._pass.ticket = self._pass.rows = None
         self._pass = self._entered = None
 
     def product(self, m: Map, x: Tensor) -> Tensor | None:
         """x through one of the maps; None where x is not what entered, and autograd must follow by itself."""
         if self._pass is None or x is not self._entered:
             return None
-        return _Product.apply(self._pass.ticket, self._pass, self.maps.index(m), x.detach())
+        under_way = self._pass
+        if under_way.rows is None:
+            under_way.rows = x.detach().reshape(-1, x.shape[-1])
+        return _Product.apply(under_way.ticket, under_way, self.maps.index(m), x.shape[:-1])
 
     def __deepcopy__(self, memo: Any) -> Any:
         raise EmuError(
@@ -93,23 +104,27 @@ class _Pass:
     def __init__(self, region: Region) -> None:
         self.region = region
         self.ticket: Tensor | None = None  # holds the maps' outputs to the entrance in autograd's graph
-        self.given: dict[int, Tensor] = {}  # gradients of the maps' outputs
+        self.rows: Tensor | None = None  # what entered: [tokens, width]
+        self.given: dict[int, Tensor] = {}  # gradients of the maps' outputs: [tokens, out]
 
 
 class _Product(Function):
     """Forward: the map. Backward: its output's gradient is left for the entrance."""
 
     @staticmethod
-    def forward(ctx: Any, ticket: Tensor, under_way: _Pass, index: int, x: Tensor) -> Tensor:
+    def forward(ctx: Any, ticket: Tensor, under_way: _Pass, index: int, shape: Sequence[int]) -> Tensor:
         ctx.rest = under_way, index
-        m = under_way.region.maps[index]
-        return F.linear(x, m.weight, m.bias)
+        m, rows = under_way.region.maps[index], under_way.rows
+        assert rows is not None
+        y = rows @ m.weight.t() if m.bias is None else torch.addmm(m.bias, rows, m.weight.t())
+        return y.view(*shape, y.shape[-1])
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         under_way, index = ctx.rest
         grad = under_way.region.maps[index].complete(grad)
+        grad = grad.reshape(-1, grad.shape[-1])
         before = under_way.given.get(index)
         under_way.given[index] = grad if before is None else before + grad  # a map that was called twice
         return None, None, None, None
@@ -147,7 +162,7 @@ class _Enter(Function):
             gathering = group.all_gather(
                 x.detach(), tokens.dim, _uneven(ctx.sizes), async_op=True, name=f"{region.name} again"
             )
-        places = _places(region.maps)
+        places = region.places
         dx = _input_gradient(region.maps, given, trained, places) if ctx.needs_input_grad[0] else None
         if dx is not None:
             shape = list(x.shape)
@@ -161,25 +176,16 @@ class _Enter(Function):
             going = group.all_reduce(dx, async_op=True, name=region.name)
         elif dx is not None and tokens is not None:
             going = group.reduce_scatter(dx, tokens.dim, _uneven(ctx.sizes), async_op=True, name=region.name)
-        read = gathering.wait() if gathering is not None else x
+        read = gathering.wait() if gathering is not None else x.detach()
+        rows = read.reshape(-1, read.shape[-1])
         out: list[Tensor | None] = [None] * len(trained)
         for i, grad in given.items():
             at, bias = places[i]
-            rows = grad.flatten(0, -2)
             if ctx.needs_input_grad[2 + at]:
-                out[at] = (rows.t() @ read.detach().flatten(0, -2).to(rows.dtype)).to(trained[at].dtype)
+                out[at] = (grad.t() @ rows.to(grad.dtype)).to(trained[at].dtype)
             if bias and ctx.needs_input_grad[3 + at]:
-                out[at + 1] = rows.sum(0).to(trained[at + 1].dtype)
+                out[at + 1] = grad.sum(0).to(trained[at + 1].dtype)
         return (going.wait() if going is not None else None), None, *out
-
-
-def _places(maps: Sequence[Map]) -> list[tuple[int, bool]]:
-    """Where every map's weight stands among all weights and biases, and whether a bias follows it."""
-    places, at = [], 0
-    for m in maps:
-        places.append((at, m.bias is not None))
-        at += 1 if m.bias is None else 2
-    return places
 
 
 def _input_gradient(
@@ -188,14 +194,14 @@ def _input_gradient(
     """[tokens, width]: this rank's part of the gradient of what entered, of all maps together."""
     total: Tensor | None = None
     for i, grad in given.items():
-        weight, rows = trained[places[i][0]].to(grad.dtype), grad.flatten(0, -2)
+        weight = trained[places[i][0]].to(grad.dtype)
         owned = maps[i].owned()
         for start, stop in ((0, len(weight)),) if owned is None else owned:
             whole = start == 0 and stop == len(weight)
-            g, w = (rows, weight) if whole else (rows[:, start:stop], weight[start:stop])
+            g, w = (grad, weight) if whole else (grad[:, start:stop], weight[start:stop])
             total = g @ w if total is None else total.addmm_(g, w)
         if total is None:  # nothing of it is this rank's to add
-            total = rows.new_zeros(len(rows), weight.shape[1])
+            total = grad.new_zeros(len(grad), weight.shape[1])
     return total
 
 
