@@ -53,3 +53,20 @@ def only_moves(op: Op, args: Any, kwargs: Any) -> bool:
         return False
     dtype = (kwargs or {}).get("dtype")
     return dtype is None or dtype == args[0].dtype
+
+
+NORMS = ("native_layer_norm", "native_batch_norm")
+
+
+def statistics_as_on_cpu(out: Any, inputs: Any) -> Any:
+    """A norm's results with mean and deviation in the dtype that a virtual run, on the CPU, keeps them in.
+
+    In 16 bits that is the scale's dtype (the input's, where it has none); torch's shapes follow other devices instead.
+
+    Args:
+        out: what the operator returned: result, mean, deviation.
+        inputs: its tensors: the input first, then the scale, if there is one.
+    """
+    dtype = inputs[min(1, len(inputs) - 1)].dtype
+    result, *statistics = out
+    return (result, *(torch.empty_like(t, dtype=dtype) for t in statistics))

@@ -20,7 +20,7 @@ from emu.trace.ops import Op, default_work, op_of
 from emu.virtual.device import VirtualDevice
 from emu.virtual.kernel import Inner, OneKernel, name_of
 from emu.virtual.lines import user_line
-from emu.virtual.shapes import META, only_moves, without_values
+from emu.virtual.shapes import META, NORMS, only_moves, statistics_as_on_cpu, without_values
 from emu.virtual.streams import Use, Uses, check_use, extent
 from emu.virtual.tensors import Tensors
 
@@ -111,6 +111,8 @@ class Tracker(Tensors, TorchDispatchMode):
             if "DefaultCPUAllocator" in str(error):
                 self.no_host_memory(error)
             raise
+        if self._meta and op.name in NORMS:
+            out = statistics_as_on_cpu(out, inputs)
         if op.views and (self._backward or _node() is None):
             return out  # nothing runs, and nothing new lives
 
