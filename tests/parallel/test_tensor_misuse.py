@@ -100,6 +100,19 @@ def test_a_model_that_nobody_knows_needs_a_map():
         cut(None)
 
 
+def test_a_model_may_bring_its_map_along():
+    class Mapped(Plain):
+        sharding_map = {"": Region(), "up": Column(), "down": Row()}
+
+        def loss_sum(self, x, y):
+            return (self(x) * y).sum()
+
+    torch.manual_seed(0)
+    data = emu.Batch(torch.randn(3, 6), torch.randn(3, 6), tokens=3)
+    verdict = emu.verify(Mapped, Plan("dp=2,tp=2"), data, mutants="none")
+    assert verdict.equivalent and "parameters.norm.weight" in verdict.without_gradient, str(verdict)
+
+
 def test_under_sp_every_module_with_parameters_is_named():
     known = decoder_map(GPT(CONFIG))
     del known["norm"]

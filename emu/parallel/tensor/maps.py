@@ -26,11 +26,14 @@ from emu.spmd import PlanError
 
 
 def map_of(model: nn.Module) -> ShardingMap:
-    """The sharding map of a model that emu knows, by its names.
+    """The sharding map of a model: its own attribute `sharding_map`, or that of a model that emu knows by its names.
 
     Raises:
-        PlanError: a model that emu does not know.
+        PlanError: a model without a map that emu does not know.
     """
+    own = getattr(model, "sharding_map", None)
+    if isinstance(own, dict):
+        return own
     kinds = [kind.__name__ for kind in type(model).__mro__]
     if "LlamaForCausalLM" in kinds:
         from emu.parallel.tensor.maps_llama import llama_map
@@ -41,7 +44,7 @@ def map_of(model: nn.Module) -> ShardingMap:
     raise PlanError(
         f"there is no sharding map for {type(model).__name__}",
         'write one: {"blocks.*.mlp": Region(), "blocks.*.mlp.up": Column(), "blocks.*.mlp.down": Row()}, and pass it to '
-        "emu.parallel.shard_model(model, rank, sharding_map)",
+        "emu.parallel.shard_model(model, rank, sharding_map), or make it the model's attribute `sharding_map`",
         field="sharding_map",
     )
 
