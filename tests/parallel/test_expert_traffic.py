@@ -6,7 +6,8 @@ from hypothesis import example, given
 
 import emu
 from emu.cost import sent_bytes
-from emu.parallel.expert import Routing, RoutingStatistics, gathered
+from emu.models import Config, Decoder
+from emu.parallel.expert import Routing, RoutingStatistics, gathered, keep_routing, routing_of
 from emu.spmd import EmuError
 from emu.trace.events import Collective, HostWait
 
@@ -178,5 +179,27 @@ def test_one_rank_keeps_statistics_where_asked():
 
 
 def test_statistics_that_are_none_are_told():
-    with pytest.raises(EmuError, match="keeps_routing"):
+    with pytest.raises(EmuError, match="keep_routing"):
         emu.launch(lambda rank: gathered(None, rank.group("dp")), emu.Mesh(dp=2))
+
+
+def test_a_models_mixtures_tell_what_they_routed_by_name():
+    def program(rank):
+        config = Config(layers=2, width=8, heads=2, vocab=11, seq=6, ffn=4, experts=4, top_k=2)
+        dist = emu.parallelize(Decoder(config), emu.Plan("dp=4", ep=2, precision="fp32"), rank)
+        keep_routing(dist.model)
+        x = torch.arange(24).view(4, 6) % 11
+        dist.backward((x, x))
+        keep_routing(dist.model, False)
+        return routing_of(dist.model, rank.group("dp"))
+
+    results = emu.launch(program, emu.Mesh(dp=4, ep=2)).results
+    assert all(found == results[0] for found in results)
+    assert list(results[0]) == ["blocks.0.moe.experts", "blocks.1.moe.experts"]
+    for routing in results[0].values():
+        assert len(routing.sent) == 4 and sum(routing.loads) == sum(routing.experts) == 2 * 24
+
+
+def test_a_model_without_experts_that_are_shared_out_has_no_routing():
+    with pytest.raises(EmuError, match="Linear has no experts that are shared out"):
+        keep_routing(torch.nn.Linear(2, 2))

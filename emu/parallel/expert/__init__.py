@@ -2,7 +2,7 @@
 
 from emu.parallel.expert.balance import become_shared_balance, become_shared_capacity
 from emu.parallel.expert.experts import ExpertParallel, become_expert_parallel, expert_layouts
-from emu.parallel.expert.statistics import Routing, RoutingStatistics, gathered
+from emu.parallel.expert.statistics import Routing, RoutingStatistics, gathered, keep_routing, routing_of
 
 __all__ = [
     "ExpertParallel",
@@ -13,4 +13,6 @@ __all__ = [
     "become_shared_capacity",
     "expert_layouts",
     "gathered",
+    "keep_routing",
+    "routing_of",
 ]

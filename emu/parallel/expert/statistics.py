@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import nn
 
 from emu.spmd import EmuError, Group
 
@@ -73,7 +76,7 @@ def gathered(statistics: RoutingStatistics, group: Group) -> Routing:
     if not isinstance(statistics, RoutingStatistics):
         raise EmuError(
             f"expected routing statistics, got {statistics!r:.80}",
-            "pass module.routing of an expert-parallel module after a forward (set module.keeps_routing = True before it)",
+            "call keep_routing(model) before the forward, and pass module.routing of expert-parallel experts after it",
         )
     n, e = len(statistics.sent), len(statistics.experts)
     mine = torch.tensor([[*statistics.sent, *statistics.experts, statistics.dropped]])
@@ -83,3 +86,36 @@ def gathered(statistics: RoutingStatistics, group: Group) -> Routing:
         tuple(map(sum, zip(*(line[n : n + e] for line in every)))),
         sum(line[n + e] for line in every),
     )
+
+
+def keep_routing(model: nn.Module, keep: bool = True) -> None:
+    """Says whether every mixture of a model leaves its statistics after each forward, for `routing_of`.
+
+    Raises:
+        EmuError: the model has no experts that are shared out.
+    """
+    for _, experts in _shared_out(model):
+        experts.keeps_routing = keep
+
+
+def routing_of(model: nn.Module, group: Group) -> dict[str, Routing]:
+    """What all ranks of a group routed in the last forward, by the path of the experts. Every rank must call it.
+
+    Args:
+        model: on which `keep_routing` was called before the forward.
+        group: as for `gathered`.
+
+    Raises:
+        EmuError: no experts that are shared out, or no statistics.
+    """
+    return {path: gathered(experts.routing, group) for path, experts in _shared_out(model)}
+
+
+def _shared_out(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    found = [(path, module) for path, module in model.named_modules() if hasattr(module, "keeps_routing")]
+    if not found:
+        raise EmuError(
+            f"{type(model).__name__} has no experts that are shared out",
+            "cut it first, with Experts() in its sharding map: parallelize(model, emu.Plan('dp=2', ep=2), rank).model",
+        )
+    return iter(found)
