@@ -90,6 +90,7 @@ class RowLinear(nn.Linear):
         if self.tokens is None:
             y = reduce_from(y, self.group, in_place=True, name=self.name)
         else:
+            self.tokens.length = y.shape[self.tokens.dim]  # partial sums are of all tokens
             sizes = self.tokens.sizes
             y = reduce_to_shards(y, self.group, self.tokens.dim, sizes if len(set(sizes)) > 1 else None, name=self.name)
         return y if self.bias is None else y + self.bias

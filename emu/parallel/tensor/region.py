@@ -88,7 +88,7 @@ class Region:
             return None
         under_way = self._pass
         if under_way.rows is None:
-            under_way.rows = x.detach().reshape(-1, x.shape[-1])
+            under_way.rows = _rows(x.detach())
         return _Product.apply(under_way.ticket, under_way, self.maps.index(m), x.shape[:-1])
 
     def __deepcopy__(self, memo: Any) -> Any:
@@ -124,7 +124,7 @@ class _Product(Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         under_way, index = ctx.rest
         grad = under_way.region.maps[index].complete(grad)
-        grad = grad.reshape(-1, grad.shape[-1])
+        grad = _rows(grad)
         before = under_way.given.get(index)
         under_way.given[index] = grad if before is None else before + grad  # a map that was called twice
         return None, None, None, None
@@ -177,7 +177,7 @@ class _Enter(Function):
         elif dx is not None and tokens is not None:
             going = group.reduce_scatter(dx, tokens.dim, _uneven(ctx.sizes), async_op=True, name=region.name)
         read = gathering.wait() if gathering is not None else x.detach()
-        rows = read.reshape(-1, read.shape[-1])
+        rows = _rows(read)
         out: list[Tensor | None] = [None] * len(trained)
         for i, grad in given.items():
             at, bias = places[i]
@@ -208,3 +208,8 @@ def _input_gradient(
 def _uneven(sizes: list[int]) -> list[int] | None:
     """Sizes for a collective: none where they are even."""
     return None if len(set(sizes)) == 1 else sizes
+
+
+def _rows(x: Tensor) -> Tensor:
+    """[..., width] -> [tokens, width], also where there are no tokens, or no width."""
+    return x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
