@@ -9,7 +9,7 @@ from emu.cost import sent_bytes
 from emu.models import Config, Decoder
 from emu.parallel.expert import Routing, RoutingStatistics, gathered, keep_routing, routing_of
 from emu.spmd import EmuError
-from emu.trace.events import Collective, HostWait
+from emu.trace.events import Collective, HostWait, Kernel
 
 from .moe_programs import Case, cases, mesh_for, shape, spread
 
@@ -108,21 +108,19 @@ def test_tokens_whose_experts_are_at_home_do_not_travel():
 def test_shape_runs_take_the_declared_routing_and_move_the_same_bytes():
     config = shape(experts=4, top_k=1, routing="uniform")
 
-    def program(rank, chosen):
+    def program(rank):
         model = Case(config, (8, 8)).model()
         spread(rank, model)
         x = torch.zeros(8, 4, requires_grad=True)
-        expert = torch.arange(8) % 4 if chosen else torch.empty(8, dtype=torch.int64)
-        model.experts(x, expert).sum().backward()
+        model.experts(x, torch.arange(8) % 4).sum().backward()
 
     def moved(**how):
         run = emu.launch(program, emu.Mesh(dp=2, ep=2), **how)
-        return [(r, e) for r, e in run.trace.of(Collective)], [e for _, e in run.trace.of(emu.trace.events.Kernel)]
+        return list(run.trace.of(Collective)), list(run.trace.of(Kernel))
 
-    real, shapes = moved(args=(True,)), moved(args=(False,), backend="shape")
+    real, shapes = moved(), moved(backend="shape")
     assert real[0] == shapes[0] and len(real[0]) == 2 * 5
-    matrices = [[e.dims for e in kernels if e.dims] for kernels in (real[1], shapes[1])]
-    assert matrices[0] == matrices[1]
+    assert real[1] == shapes[1] and len(real[1]) > 100
 
 
 def test_a_declared_skew_shows_in_what_travels():

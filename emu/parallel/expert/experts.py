@@ -257,12 +257,13 @@ class ExpertParallel(nn.Module):
             arriving = ep.all_to_all(arriving, sizes, [local] * ep.size, name="counts")
         if etp.size > 1:
             arriving = etp.all_gather(arriving, name="counts")
+        both = torch.cat([chosen, arriving])  # so that the host waits once
         if expert.is_meta:  # every rank is taken to route as this one does
             own = list(counts) if counts is not None else self.expected(len(expert), n_experts)
             flat = own[first : first + local] * (ep.size * etp.size)
         else:
-            both = torch.cat([chosen, arriving]).tolist()
-            own, flat = both[:n_experts], both[n_experts:]
+            read = both.tolist()
+            own, flat = read[:n_experts], read[n_experts:]
         lines = [tuple(flat[i : i + local]) for i in range(0, len(flat), local)]
         parts = [tuple(lines[i : i + ep.size]) for i in range(0, len(lines), ep.size)]
         starts = [sum(sizes[:i]) for i in range(ep.size)]
