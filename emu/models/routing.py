@@ -76,12 +76,8 @@ def declared(how: str, n: int, experts: int, most: int | None = None) -> tuple[i
         full += 1
     rest, total = n - full * most, math.fsum(wanted[full:])
     exact = [rest * share / total for share in wanted[full:]]
-    counts = [min(math.floor(x), most) for x in exact]
+    counts = [math.floor(x) for x in exact]
     by_loss = sorted(range(len(exact)), key=lambda i: counts[i] - exact[i])
-    left = rest - sum(counts)
-    while left > 0:
-        for i in by_loss:
-            if left and counts[i] < most:
-                counts[i] += 1
-                left -= 1
+    for i in by_loss[: rest - sum(counts)]:
+        counts[i] += 1
     return (*[most] * full, *counts)

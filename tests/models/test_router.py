@@ -150,6 +150,18 @@ def test_experts_take_earlier_tokens_first_until_they_are_full(batch, seq, n, k,
                 taken[e] += 1
 
 
+@given(st.integers(0, 8), st.integers(1, 4), st.floats(0.1, 2), st.data())
+@settings(deadline=None, max_examples=60)
+def test_a_sequence_in_parts_is_kept_as_it_is_whole_given_what_earlier_parts_took(seq, n, factor, data):
+    experts = numbers((2, seq, n), seq).argsort(-1)[..., : data.draw(st.integers(1, n))]
+    cut, room = data.draw(st.integers(0, seq)), Capacity(factor, n)
+    limit = room.limit(seq, experts.shape[-1])
+    assert limit is not None
+    before = torch.nn.functional.one_hot(experts[:, :cut], n).sum((1, 2))
+    parts = [room.keep(experts[:, :cut], limit), room.keep(experts[:, cut:], limit, before)]
+    assert torch.equal(torch.cat(parts, 1), room(experts))
+
+
 def test_without_a_factor_nothing_is_dropped():
     experts = torch.zeros(1, 9, 1, dtype=torch.int64)
     assert Capacity(None, 3)(experts) is None
@@ -175,7 +187,7 @@ def test_declared_routings_add_up_and_give_no_expert_a_token_twice(how, tokens, 
 def test_declared_zipf_follows_its_law():
     counts = declared("zipf:1", 110_000, 3)
     assert counts == (60_000, 30_000, 20_000)  # as 1 : 1/2 : 1/3
-    assert declared("zipf:1", 110, 3, 55) == (55, 33, 22)  # the first is full; the others share the rest as 3 : 2
+    assert declared("zipf:1", 100, 4, 40) == (40, 28, 18, 14)  # the first is full; the rest is 1/2 : 1/3 : 1/4 of 60
     assert declared("zipf:0", 12, 3) == declared("uniform", 12, 3) == (4, 4, 4)
 
 
