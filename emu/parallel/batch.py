@@ -89,6 +89,11 @@ def checked_plain(model: Any, call: str) -> nn.Module:
         if isinstance(getattr(model, "model", None), nn.Module):
             plain += f"; it takes the place of {type(model).__name__}, and does not go on top of it"
         raise EmuError(f"the model is a {type(model).__name__}, not a module", plain)
+    if any(hasattr(module, "cut_inside") for module in model.modules()):
+        raise EmuError(
+            f"{type(model).__name__} is cut inside its layers already, by shard_model",
+            f"a model is cut once, and then trained by DataParallel(..., sharding=sharding); here a plain one is wanted: {call}",
+        )
     return model
 
 

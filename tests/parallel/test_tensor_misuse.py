@@ -153,7 +153,7 @@ def test_a_model_is_cut_once_and_copied_before():
         shard_model(model, rank)
         shard_model(model, rank)
 
-    with pytest.raises(PlanError, match="a model is cut once"):
+    with pytest.raises(EmuError, match=r"cut inside its layers already.*\n.*a model is cut once"):
         on_two(twice)
 
     def copied(rank):
@@ -163,6 +163,24 @@ def test_a_model_is_cut_once_and_copied_before():
 
     with pytest.raises(EmuError, match="copy the plain model, and cut the copy"):
         on_two(copied)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        lambda model, rank: emu.parallel.LocalSGD(model, rank, "tp", every=2),
+        lambda model, rank: emu.parallel.ParameterServer(model, rank, "tp"),
+        lambda model, rank: emu.parallel.GradientNoise(model, rank.group("tp")),
+    ],
+)
+def test_strategies_that_know_plain_models_only_refuse_one_that_is_cut(strategy):
+    def program(rank):
+        model = GPT(CONFIG)
+        shard_model(model, rank)
+        strategy(model, rank)
+
+    with pytest.raises(EmuError, match="cut inside its layers already"):
+        on_two(program)
 
 
 def test_data_parallelism_must_be_told_of_the_cut():

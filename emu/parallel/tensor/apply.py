@@ -41,10 +41,6 @@ def shard_model(
     """
     checked_plain(model, "shard_model(model, rank)")
     checked_rank(rank, "shard_model(model, rank)")
-    if any(hasattr(module, "cut_inside") for module in model.modules()):
-        raise PlanError(
-            f"{type(model).__name__} is cut inside its layers already", "a model is cut once", field="sharding_map"
-        )
     tp = rank.group("tp") if "tp" in rank.mesh.axes else rank.group(members=[rank.id], label="tp")
     if sp and tp.size == 1:
         raise PlanError(
