@@ -87,6 +87,13 @@ def test_boxes_of_runs_are_stacked_in_the_order_of_the_elements(case, data):
         assert len(together) == 1
 
 
+def test_columns_beside_each_other_are_not_one_box():
+    """They would come in another order."""
+    columns = [Box((0, 0), (2, 1)), Box((0, 1), (2, 1))]
+    assert stacked(columns) == [(box, 1) for box in columns]
+    assert stacked([Box((0, 0), (1, 1)), Box((0, 1), (1, 1))]) == [(Box((0, 0), (1, 2)), 2)]
+
+
 TWO = Mesh(tp=2)
 ROWS, COLUMNS = Layout({"tp": Shard(0)}), Layout({"tp": Shard(1)})
 
