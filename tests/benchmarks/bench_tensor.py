@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from bench_tracking import BATCH, CONFIG, Stopwatch, batch, in_threads, single
+from rounds import compared
 
 import emu
 from emu.models import Decoder
@@ -141,23 +142,9 @@ def main(rounds: int, steps: int) -> None:
         "torch DTensor, 4 processes": lambda: processes(steps),
         "torch DTensor, LocalTensor 4": lambda: local_tensors(steps),
     }
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for round in range(rounds + 1):  # the first one warms up
-        turned = list(ways)[round % len(ways) :] + list(ways)[: round % len(ways)]
-        for name in turned:
-            took = ways[name]()
-            if round:
-                seconds[name].append(took)
-    base = seconds["single device"]
-    print(f"{'CPU time of a step':30} {'median':>9} {'of single':>10} {'middle half':>14}")
-    for name, times in seconds.items():
-        ratios = sorted(t / b for t, b in zip(times, base))
-        low, high = ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]
-        print(
-            f"{name:30} {statistics.median(times) * 1e3:6.0f} ms {statistics.median(ratios):10.2f} {low:7.2f} - {high:.2f}"
-        )
+    seconds = compared(ways, rounds)
     for name in ("emu TP, 4 tracked", "emu TP + SP, 4 tracked"):
-        ratio = statistics.median(t / b for t, b in zip(seconds[name], base))
+        ratio = statistics.median(t / b for t, b in zip(seconds[name], seconds["single device"]))
         print(f"{name} over the single device: {ratio:.3f} (at most 1.7)")
 
 
