@@ -47,8 +47,10 @@ def start(
 
 @app.command()
 def demo(
-    name: Annotated[str, typer.Argument(help="Which strategy to show: all, dp, zero1, zero2, zero3 or hsdp.")] = "all",
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer training steps.")] = False,
+    name: Annotated[
+        str, typer.Argument(help="Which strategy to show: all, dp, zero1, zero2, zero3, hsdp, tp, sp or ep.")
+    ] = "all",
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer training steps and mutants.")] = False,
     report: Annotated[Path, typer.Option(help="Where to write the HTML report.")] = Path("emu-report.html"),
     as_json: Json = False,
 ) -> int:

@@ -221,7 +221,7 @@ def test_what_does_not_fit_exits_with_one(capsys, programs):
         (["verify", "--model", "gpt-tiny", "--precision", "int4"], "int4"),
         (["verify", "--model", "gpt-tiny", "--mutants", "some"], "some"),
         (["verify", "--model", "FILE:bigrams_of_what"], "what tokens"),
-        (["demo", "tp"], "no demo 'tp'"),
+        (["demo", "pp"], "no demo 'pp'"),
         (["demo", "--report", "/nonexistent/q.html"], "--report /nonexistent/q.html"),
         (["verify", "--colour"], "--colour"),
         (["fly"], "fly"),
@@ -240,19 +240,39 @@ def test_the_demo_proves_prices_and_draws(capsys, tmp_path):
     code, said = answer(capsys, "demo", "--quick", "--report", str(report))
     assert code == 0
     shown = {strategy["name"]: strategy for strategy in said["strategies"]}
-    assert list(shown) == ["dp", "zero1", "zero2", "zero3", "hsdp"]
+    assert list(shown) == ["dp", "zero1", "zero2", "zero3", "hsdp", "tp", "sp", "ep"]
     for one in shown.values():
         assert one["equivalent"] and one["tier"] == "exact" and one["comm_bytes"]["dp"] > 0
         assert one["step_time_s"] > 0 and one["peak_hbm_bytes"] > 0 and 0 < one["mfu"] < 1
+    assert (
+        shown["tp"]["comm_bytes"]["tp"] > 0
+        and shown["sp"]["comm_bytes"]["tp"] > 0
+        and shown["ep"]["comm_bytes"]["ep"] > 0
+    )
+    assert shown["sp"]["peak_hbm_bytes"] < shown["tp"]["peak_hbm_bytes"]
     peaks = [shown[name]["peak_hbm_bytes"] for name in ("dp", "zero1", "zero2", "zero3")]
     assert peaks == sorted(peaks, reverse=True) and len(set(peaks)) == 4
     assert said["loss_single"] == pytest.approx(said["loss_distributed"], rel=1e-4)  # float32, 10 steps of AdamW
     assert said["losses_single"][-1] < said["losses_single"][0]
     html = report.read_text()
     assert (
-        said["report"] == str(report) and html.count("data:image/png;base64,") == 8 and 15 < said["critical_batch"] < 35
+        said["report"] == str(report)
+        and html.count("data:image/png;base64,") == 10
+        and 15 < said["critical_batch"] < 35
     )
     assert html.count("8 scaled-down H100s") >= 4 and "Gather, use, free" in html and "TFLOP/s" not in html
+    assert "ep trains moe-tiny" in html and "ep trains another model" in html and "Who sends how much to whom" in html
+
+
+@pytest.mark.parametrize(("name", "pictures", "says"), [("hsdp", 6, "hsdp"), ("ep", 5, "Who sends how much to whom")])
+def test_one_strategy_is_shown_by_itself(capsys, tmp_path, name, pictures, says):
+    """Its training on one device is plain, and of its own model."""
+    report = tmp_path / "report.html"
+    code, said = answer(capsys, "demo", name, "--quick", "--report", str(report))
+    assert code == 0 and [one["name"] for one in said["strategies"]] == [name]
+    assert said["loss_single"] == pytest.approx(said["loss_distributed"], rel=1e-4)
+    html = report.read_text()
+    assert html.count("data:image/png;base64,") == pictures and says in html and "trains another model" not in html
 
 
 def test_emu_is_quick_to_import_and_brings_nothing_heavy():
@@ -483,18 +503,35 @@ def test_real_processes_that_fail_give_one_object_too(programs, tmp_path):
 
 @pytest.fixture
 def readme(tmp_path: Path) -> Path:
-    """A folder with program.py, ask.py and train.py as README.md has them, program.py for two ranks."""
-    program, ask, train = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
-    (tmp_path / "program.py").write_text(program.replace("dp=8", "dp=2"))
-    (tmp_path / "ask.py").write_text(ask)
-    (tmp_path / "train.py").write_text(train)
+    """A folder with the Python blocks of README.md as files, program.py for two ranks."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    names = ("program", "ask", "train", "inside", "cuts", "stock")
+    assert len(blocks) == len(names)  # each is run below
+    for name, block in zip(names, blocks):
+        (tmp_path / f"{name}.py").write_text(block.replace("dp=8", "dp=2") if name == "program" else block)
     return tmp_path
 
 
-def test_the_readme_trains_a_sharded_model(readme):
-    done = shell("train", cwd=readme)
+@pytest.mark.parametrize("name", ["train", "inside"])
+def test_the_readme_trains_a_sharded_model(readme, name):
+    done = shell(name, cwd=readme)
     first, second, third = json.loads(re.findall(r"tensor\((\[.*\])\)", done.stdout)[0])
     assert first > second > third > 4
+
+
+def test_the_readme_says_what_its_cuts_send(readme):
+    paired, unpaired = shell("cuts", cwd=readme).stdout.splitlines()
+    sent = [f"{int(line.split()[1]):,}" for line in (paired, unpaired)]
+    assert "The pair sends {} bytes, one all-reduce of what comes out; unpaired it is {}:".format(*sent) in (
+        ROOT / "README.md"
+    ).read_text().replace("\n", " ")
+    for line in (paired, unpaired):
+        assert "equivalent in tier exact: 4 tensors agree bit for bit" in line and "NOT" not in line
+
+
+def test_the_readme_verifies_the_stock_llama(readme):
+    pytest.importorskip("transformers")
+    assert shell("stock", cwd=readme).stdout.startswith("equivalent in tier exact: ")
 
 
 def test_the_readme_says_what_its_programs_print(readme):

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from emu.demo.findings import Demo, Shown, find
-from emu.demo.telling import explain, strategies_table, summary, write_demo_report
+from emu.demo.pictures import write_demo_report
+from emu.demo.telling import explain, strategies_table, summary
 
 __all__ = ["Demo", "Shown", "explain", "run_demo", "strategies_table", "summary", "write_demo_report"]
 
@@ -24,7 +25,7 @@ def run_demo(
 
     Args:
         name: a strategy, or "all".
-        quick: fewer training steps.
+        quick: fewer training steps and mutants.
         stage: announces a stage of so many parts, and returns what is called with the number of parts done.
 
     Raises:

@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from emu.cost import Metrics, Timeline
 from emu.demo.batch_size import BATCHES, BatchSizes, measure
-from emu.demo.training import STRATEGIES, alone, one_step, train
+from emu.demo.training import ALONE, RANKS, STRATEGIES, Strategy, alone, one_step, train
 from emu.equivalence import Verdict
 from emu.hardware import Workload
 from emu.models import config
 from emu.models.text import batches
 from emu.parallel import Batch
 from emu.run import Run, launch
-from emu.spmd import EmuError, Mesh
+from emu.spmd import EmuError
 
 STEPS, QUICK_STEPS = 40, 10
 FEW_STEPS = 3  # of the strategies whose loss curve is not drawn
 ROWS, SEQ = 16, 64  # sequences in a step, tokens in each
-RANKS = 8
 NAMES = ("all", *STRATEGIES)
 MUTANTS, FEW_MUTANTS = 8, 4
+QUICK_MUTANTS, FEW_QUICK_MUTANTS = 4, 2
 # What the toy stands for when it is priced on chips that are scaled down with it: Llama 3 8B, sequences of 8,192 tokens.
 REAL = Workload(n_params=8.03e9, width=4096, tokens=8192)
 
@@ -43,6 +43,10 @@ class Shown:
     step: tuple[str, str]
     exact: Verdict
     scaled: Timeline
+
+    @property
+    def strategy(self) -> Strategy:
+        return STRATEGIES[self.name]
 
     @property
     def states(self) -> dict[str, int]:
@@ -93,7 +97,7 @@ class Demo:
     @property
     def loss_gap(self) -> float:
         """The largest relative distance of the two loss curves."""
-        a, b = self.single.results[0].double(), self.distributed.results[0].double()
+        a, b = self.single.results[0].losses.double(), self.distributed.results[0].losses.double()
         return float(((a - b).abs() / a.abs()).max())
 
     def as_dict(self) -> dict[str, Any]:
@@ -102,8 +106,8 @@ class Demo:
             "strategies": [self._strategy(shown) for shown in self.strategies.values()],
             "report": self.report,
             "critical_batch": self.batch_sizes and self.batch_sizes.tradeoff.critical,
-            **{f"loss_{name}": float(run.results[0][-1]) for name, run in losses.items()},
-            **{f"losses_{name}": run.results[0].tolist() for name, run in losses.items()},
+            **{f"loss_{name}": float(run.results[0].losses[-1]) for name, run in losses.items()},
+            **{f"losses_{name}": run.results[0].losses.tolist() for name, run in losses.items()},
         }
 
     def _strategy(self, shown: Shown) -> dict[str, Any]:
@@ -127,7 +131,7 @@ def find(
     """Trains, checks and prices.
 
     Args:
-        name: a strategy, or "all"; quick: fewer steps.
+        name: a strategy, or "all"; quick: fewer steps and mutants.
         stage: announces a stage of so many parts, and returns what is called with the number of parts done.
 
     Raises:
@@ -136,33 +140,33 @@ def find(
     if name not in NAMES:
         raise EmuError(f"there is no demo {name!r}", f"use one of {', '.join(NAMES)}")
     names = list(STRATEGIES) if name == "all" else [name]
-    model_name, steps = "gpt-tiny", QUICK_STEPS if quick else STEPS
-    model_config = config(model_name)
+    steps = QUICK_STEPS if quick else STEPS
     data = [Batch(x, y) for x, y in batches(0, steps, ROWS, SEQ)]
 
-    def trained(mesh: Mesh, text: str, n_steps: int, options: dict[str, Any]) -> Run:
+    def trained(text: str, n_steps: int, strategy: Strategy) -> Run:
         tick = stage(text, n_steps)
-        args = (model_config, data[:n_steps], options, lambda step: tick(step + 1))
-        return launch(train, mesh, args=args, backend="virtual")
+        args = (config(strategy.model), data[:n_steps], strategy, lambda step: tick(step + 1))
+        return launch(train, strategy.mesh, args=args, backend="virtual")
 
-    def checked(run: Run, options: dict[str, Any], text: str, tier: str, mutants: int) -> Verdict:
+    def checked(run: Run, strategy: Strategy, text: str, tier: str, mutants: int) -> Verdict:
         tick, done = stage(text, mutants + 2), iter(range(1, mutants + 3))
-        step = Run(one_step, run.mesh, run.cluster, [], run.trace, args=(model_config, data[0], options))
+        args = (config(strategy.model), data[0], strategy)
+        step = Run(one_step, run.mesh, run.cluster, [], run.trace, args=args)
         return step.check(alone, tier, mutants, progress=lambda text: tick(next(done)))
 
-    single = trained(Mesh(dp=1), "train on 1 virtual H100", steps, STRATEGIES[names[0]])
+    first = STRATEGIES[names[0]]
+    single = trained("train on 1 virtual H100", steps, replace(ALONE, model=first.model))
     strategies: dict[str, Shown] = {}
-    toy = Workload(n_params=model_config.n_params(), width=model_config.width, tokens=ROWS * SEQ // RANKS)
     for i, one in enumerate(names):
-        n_steps, mutants = (FEW_STEPS, FEW_MUTANTS) if i else (steps, MUTANTS)
-        run = trained(Mesh(dp=RANKS), f"train on {RANKS} virtual H100s: {one}", n_steps, STRATEGIES[one])
-        verdict = checked(run, STRATEGIES[one], f"check {one} against one device, tier exact", "exact", mutants)
-        last = (f"step {n_steps - 1}", "end")
-        scaled = run.window(*last).timeline(run.cluster.similar(toy, to=REAL))
+        strategy, last_step = STRATEGIES[one], (FEW_STEPS if i else steps) - 1
+        run = trained(f"train on {RANKS} virtual H100s: {one}", last_step + 1, strategy)
+        mutants = (FEW_QUICK_MUTANTS if i else QUICK_MUTANTS) if quick else (FEW_MUTANTS if i else MUTANTS)
+        verdict = checked(run, strategy, f"check {one} against one device, tier exact", "exact", mutants)
+        last = (f"step {last_step}", "end")
+        scaled = run.window(*last).timeline(run.cluster.similar(_toy(strategy.model), to=REAL))
         strategies[one] = Shown(one, run, last, verdict, scaled)
-    first = strategies[names[0]]
     text = f"check {names[0]} against one device, tier float32"
-    float32 = checked(first.run, STRATEGIES[names[0]], text, "float32", 0)
+    float32 = checked(strategies[names[0]].run, first, text, "float32", 0)
     sizes = (
         measure(stage(f"train a noisy quadratic at {len(BATCHES)} batch sizes", len(BATCHES)))
         if name == "all"
@@ -170,6 +174,13 @@ def find(
     )
     teeth = None
     if name == "all":
-        nothing_ahead = {**STRATEGIES["zero3"], "prefetch": 0}
-        teeth = trained(Mesh(dp=RANKS), "train once more, gathering nothing ahead", FEW_STEPS, nothing_ahead)
-    return Demo(single, strategies, float32, model_name, teeth, sizes)
+        zero3 = STRATEGIES["zero3"]
+        nothing_ahead = replace(zero3, options={**zero3.options, "prefetch": 0})
+        teeth = trained("train once more, gathering nothing ahead", FEW_STEPS, nothing_ahead)
+    return Demo(single, strategies, float32, first.model, teeth, sizes)
+
+
+def _toy(model: str) -> Workload:
+    """What is scaled to REAL: a step's tokens, shared out evenly. So all strategies meet the same chips and links."""
+    shape = config(model)
+    return Workload(n_params=shape.n_params(), width=shape.width, tokens=ROWS * SEQ // RANKS)

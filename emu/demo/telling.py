@@ -1,14 +1,14 @@
-"""What the demo says and draws. Every number comes from its runs."""
+"""What the demo says. Every number comes from its runs."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from emu.cost import Metrics
 from emu.demo.batch_size import RANKS as RANKS_OF_SIZES
-from emu.demo.findings import RANKS, ROWS, SEQ, Demo
-from emu.demo.training import MEANING, STRATEGIES
+from emu.demo.findings import ROWS, SEQ, Demo, Shown
+from emu.demo.training import RANKS
+from emu.models import config
 from emu.run import Run
 from emu.trace.events import Kernel
 
@@ -22,7 +22,7 @@ def summary(demo: Demo) -> Any:
     """One device, eight, and eight on which the toy behaves as a real model."""
     from emu.view.tables import comparison_table
 
-    single = demo.single.window(f"step {len(demo.single.results[0]) - 1}", "end")
+    single = demo.single.window(f"step {len(demo.single.results[0].losses) - 1}", "end")
     return comparison_table(
         {
             "1 H100": _row(single, single.metrics),
@@ -53,7 +53,7 @@ def strategies_table(demo: Demo) -> Any:
                 bytes_text(sum(shown.metrics.comm_bytes.values())),
                 time_text(scaled.step_time_s),
                 percent_text(scaled.exposed_comm_s / scaled.comm_s if scaled.comm_s else 0.0),
-                MEANING[shown.name],
+                shown.strategy.meaning,
             )
         )
     headers = ("", "equals 1 device", "states", "peak", "sent", "step", "in sight", "what it is")
@@ -62,7 +62,9 @@ def strategies_table(demo: Demo) -> Any:
         "most that it holds in a step; sent: by it in a step; step, and the share of communication that no kernel hides: on "
         f"{SCALED}"
     )
-    return Table(headers, rows, f"Data parallelism on {RANKS} devices", note, left=(0, 1, 7))
+    if other := [shown.name for shown in demo.strategies.values() if shown.strategy.model != demo.model]:
+        note += f". {', '.join(other)} trains another model: its numbers do not compare with those above it"
+    return Table(headers, rows, f"{_models(demo)} on {RANKS} devices", note, left=(0, 1, 7))
 
 
 def _row(run: Run, metrics: Metrics) -> dict[str, Any]:
@@ -80,7 +82,7 @@ def explain(demo: Demo) -> list[str]:
 
     first = demo.first
     step, eight, scaled = first.window, first.metrics, first.scaled.metrics()
-    one = demo.single.window(f"step {len(demo.single.results[0]) - 1}", "end").metrics
+    one = demo.single.window(f"step {len(demo.single.results[0].losses) - 1}", "end").metrics
     launch_s, other_s = step.cluster.host.launch_s, step.timeline(OTHER_CHIP).step_time_s
     kernels = sum(type(event) is Kernel for event in step.trace.events[0])
     said = [f"Right, {shown.name}: {shown.exact}." for shown in demo.strategies.values()]
@@ -92,11 +94,12 @@ def explain(demo: Demo) -> list[str]:
         f"{kernels} kernels one by one, {time_text(launch_s)} each, and the device waits for it. So another chip changes "
         f"little: {time_text(other_s)} on {OTHER_CHIP}.",
         f"On {SCALED} a matrix product lasts as long as one of {LLAMA} does on a real H100, so the chip matters: MFU "
-        f"{percent_text(scaled.mfu)}. Buckets of gradients are summed while backward goes on: of {time_text(scaled.comm_s)} "
+        f"{percent_text(scaled.mfu)}. {sharing(first)} Of {time_text(scaled.comm_s)} "
         f"of communication {time_text(scaled.exposed_comm_s)} are not hidden by kernels.",
     ]
     if len(demo.strategies) > 1:
         said.append(_stages(demo))
+    said += _inside(demo)
     if demo.batch_sizes is not None:
         sizes = demo.batch_sizes
         (small, many), *_, (large, few) = sizes.steps.items()
@@ -109,111 +112,70 @@ def explain(demo: Demo) -> list[str]:
     return said
 
 
+def _models(demo: Demo) -> str:
+    return " and ".join(dict.fromkeys(shown.strategy.model for shown in demo.strategies.values()))
+
+
+def sharing(shown: Shown) -> str:
+    """What travels when."""
+    strategy = shown.strategy
+    if "ep" in strategy.axes:
+        return (
+            "In every layer tokens travel to their experts and back; a device waits for both, and for the busiest one."
+        )
+    if "tp" in strategy.axes:
+        return "In every layer partial sums travel between the 4 devices that share it, and those of forward are waited for."
+    if strategy.options.get("zero") == 3:
+        return "Parameters are gathered one unit ahead, and gradients are summed while backward goes on."
+    return "Buckets of gradients are summed while backward goes on."
+
+
+def _states(shown: Shown) -> int:
+    return sum(shown.states[kind] for kind in STATES)
+
+
+def _sent(shown: Shown, among: str = "") -> int:
+    return sum(n for label, n in shown.metrics.comm_bytes.items() if among in label)
+
+
 def _stages(demo: Demo) -> str:
     from emu.view.units import bytes_text
 
-    states = {name: sum(shown.states[kind] for kind in STATES) for name, shown in demo.strategies.items()}
-    sent = {name: sum(shown.metrics.comm_bytes.values()) for name, shown in demo.strategies.items()}
-    each = ", ".join(f"{name} {bytes_text(n)}" for name, n in states.items())
+    stages = {name: shown for name, shown in demo.strategies.items() if not shown.strategy.inside}
+    each = ", ".join(f"{name} {bytes_text(_states(shown))}" for name, shown in stages.items())
     return (
         f"Parameters, gradients and optimizer states of one device, before its optimizer's step: {each}. Of these, dp "
-        f"sends {bytes_text(sent['dp'])} a step and zero1 and zero2 the same; zero3, which gathers parameters twice, sends "
-        f"{bytes_text(sent['zero3'])}."
+        f"sends {bytes_text(_sent(stages['dp']))} a step and zero1 and zero2 the same; zero3, which gathers parameters twice, "
+        f"sends {bytes_text(_sent(stages['zero3']))}."
     )
 
 
-def write_demo_report(demo: Demo, path: str | Path) -> None:
-    """One self-contained HTML file: what was trained, proved, priced, and its pictures."""
-    from emu.view import Heading, Picture, Text, loss_figure, memory_figure, timeline_figure, write_report
-    from emu.view.units import time_text
+def _inside(demo: Demo) -> list[str]:
+    """Of the strategies that cut inside layers."""
+    from emu.view.units import bytes_text, percent_text
 
-    first, curves = demo.first, {"1 device": demo.single, f"{RANKS} devices": demo.distributed}
-    sections = [
-        Heading("What happened"),
-        Text("\n\n".join(explain(demo))),
-        strategies_table(demo),
-        summary(demo),
-        Heading("The loss is the same"),
-        Picture(
-            loss_figure({name: run.results[0].tolist() for name, run in curves.items()}),
-            "Above: both curves; the second lies on the first. Below: how far they lie apart.",
-        ),
-        Heading("One step over time"),
-        Picture(
-            timeline_figure(first.window.timeline(), ranks=[0, 1]),
-            f"Ranks 0 and 1 of {RANKS} H100s during {first.step[0]}: short kernels with idle time between them, while the "
-            f"host launches the next.",
-        ),
-        Picture(
-            timeline_figure(
-                first.scaled,
-                ranks=[0, 1],
-                title=f"{first.name}: {time_text(first.scaled.step_time_s)} on {SCALED}, 2 of {RANKS} ranks shown",
-            ),
-            f"The same step on {SCALED}: now kernels fill the time, and the second stream of each rank sums gradients "
-            f"while the first computes more of them.",
-        ),
-        *_sharding_pictures(demo),
-        *_batch_size_picture(demo),
-        Heading("Memory of one device"),
-        Picture(
-            memory_figure(demo.distributed.memory, rank=0),
-            "Bytes that tensors hold, by category, over the whole run in program order: activations rise in forward and fall in "
-            "backward; optimizer states stay.",
-        ),
-    ]
-    write_report(path, f"emu demo: {demo.model} on {RANKS} virtual H100s", sections)
-
-
-def _batch_size_picture(demo: Demo) -> list[Any]:
-    from emu.view import Heading, Picture, batch_size_figure
-
-    if demo.batch_sizes is None:
-        return []
-    picture = batch_size_figure(demo.batch_sizes.steps, demo.batch_sizes.noise_scale, width=11)
-    about = "A noisy quadratic, trained to the same goal with the best learning rate for each batch size."
-    return [Heading("How far a larger batch helps"), Picture(picture, about)]
-
-
-def _sharding_pictures(demo: Demo) -> list[Any]:
-    from emu.view import Heading, Picture, memory_bars_figure, memory_figure, timeline_figure
-    from emu.view.units import time_text
-
-    out: list[Any] = []
-    if len(demo.strategies) > 1:
-        bars = {name: shown.window.memory.at_peak(0) for name, shown in demo.strategies.items()}
-        out += [
-            Heading("What every stage leaves on a device"),
-            Picture(
-                memory_bars_figure(bars, f"memory of rank 0 of {RANKS} at the peak of a step"),
-                "From left to right: everything everywhere; optimizer states sharded; gradients, too; parameters, too; the "
-                "same in two groups. What is left of parameters in zero3 are shards and the units in use just then.",
-            ),
-        ]
-    sharded = next((s for name, s in demo.strategies.items() if STRATEGIES[name].get("zero") == 3), None)
-    if sharded is not None:
-        run = demo.teeth if demo.teeth is not None else sharded.run
-        ahead = "nothing gathered ahead" if demo.teeth is not None else "one unit gathered ahead"
-        out += [
-            Heading("Gather, use, free"),
-            Picture(
-                memory_figure(
-                    run.window(*sharded.step).memory,
-                    rank=0,
-                    only=("parameters", "gradients"),
-                    title=f"{sharded.name}, {ahead}: parameters and gradients of rank 0 in {sharded.step[0]}",
-                ),
-                "Every tooth is a unit: its parameters are gathered before it computes and freed after, once in forward and "
-                "once in backward, where its gradients come, are summed over ranks, and leave a shard.",
-            ),
-            Picture(
-                timeline_figure(
-                    sharded.scaled,
-                    ranks=[0],
-                    title=f"{sharded.name}: {time_text(sharded.scaled.step_time_s)} on {SCALED}, rank 0",
-                ),
-                "Two streams, one unit gathered ahead: while one computes, the next is gathered; in backward gradients are "
-                "scattered, too.",
-            ),
-        ]
-    return out
+    said, (tp, sp, ep) = [], (demo.strategies.get(name) for name in ("tp", "sp", "ep"))
+    if tp is not None:
+        said.append(
+            f"tp cuts the weights of every layer over 4 devices: states take {bytes_text(_states(tp))} of each. Its partial sums "
+            f"travel within the layer, {bytes_text(_sent(tp, 'tp'))} a step, more than the gradients, "
+            f"{bytes_text(_sent(tp) - _sent(tp, 'tp'))}."
+        )
+    if tp is not None and sp is not None:
+        held = (sum(shown.window.memory.at_peak(0).values()) for shown in (tp, sp))
+        beside = [bytes_text(peak - _states(shown)) for peak, shown in zip(held, (tp, sp))]
+        said.append(
+            f"Under tp all 4 devices keep the same activations between the cut maps. sp cuts those by tokens: what is held "
+            f"at the peak, beside states, falls from {beside[0]} to {beside[1]}."
+        )
+    if ep is not None:
+        sent, model, travels = ep.run.results[0].sent, ep.strategy.model, bytes_text(_sent(ep, "ep"))
+        loads = [sum(column) for column in zip(*sent)]
+        stays, busiest = sum(sent[i][i] for i in range(RANKS)) / sum(loads), max(loads) * RANKS / sum(loads)
+        said.append(
+            f"ep trains {model}, whose layers have 8 experts, one on each device: of {config(model).n_params():,} parameters "
+            f"each has {ep.states['parameters'] // 4:,}. In the first layer {percent_text(stays)} of what tokens ask for lies on "
+            f"their device, and the rest travels: in all layers up to {travels} a step and device. Routing is "
+            f"uneven: the first layer's busiest device gets {busiest:.2f} times the mean, and all others wait for it."
+        )
+    return said

@@ -1,44 +1,91 @@
-"""What the demo runs: an ordinary training loop under every form of data parallelism, and plain torch beside it."""
+"""What the demo runs: an ordinary training loop under every form of parallelism, and plain torch beside it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 
 from emu.models import Config, Decoder
-from emu.parallel import Batch, DataParallel
-from emu.spmd import Rank, grads
+from emu.parallel import Batch, DataParallel, shard_model
+from emu.parallel.expert import gathered
+from emu.spmd import Mesh, Rank, grads
 
+RANKS = 8
 BUCKET_BYTES = (
     200_000  # the usual 25 MiB would hold all of so small a model: then nothing could be sent before backward ends
 )
-STRATEGIES: dict[str, dict[str, Any]] = {
-    "dp": {"bucket_bytes": BUCKET_BYTES},
-    "zero1": {"zero": 1, "bucket_bytes": BUCKET_BYTES},
-    "zero2": {"zero": 2, "bucket_bytes": BUCKET_BYTES},
-    "zero3": {"zero": 3},
-    "hsdp": {"zero": 3, "replicate": 2},
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """One way to share a training out.
+
+    Attributes:
+        meaning: what it is, in a few words.
+        axes: of its mesh, ep included.
+        options: of DataParallel.
+        sp: whether the sequence is cut over tp.
+        model: what it trains, by name.
+    """
+
+    meaning: str
+    axes: Mapping[str, int] = field(default_factory=lambda: {"dp": RANKS})
+    options: Mapping[str, Any] = field(default_factory=lambda: {"bucket_bytes": BUCKET_BYTES})
+    sp: bool = False
+    model: str = "gpt-tiny"
+
+    @property
+    def mesh(self) -> Mesh:
+        return Mesh(**self.axes)
+
+    @property
+    def inside(self) -> bool:
+        """Whether it cuts the model inside its layers."""
+        return "tp" in self.axes or "ep" in self.axes
+
+
+ALONE = Strategy("one device", {"dp": 1}, {})
+STRATEGIES = {
+    "dp": Strategy("everything everywhere (DDP)"),
+    "zero1": Strategy("optimizer states sharded", options={"zero": 1, "bucket_bytes": BUCKET_BYTES}),
+    "zero2": Strategy("gradients sharded, too", options={"zero": 2, "bucket_bytes": BUCKET_BYTES}),
+    "zero3": Strategy("parameters sharded, too (FSDP)", options={"zero": 3}),
+    "hsdp": Strategy("as zero3, in 2 groups", options={"zero": 3, "replicate": 2}),
+    "tp": Strategy("layers cut over 4, in 2 groups", {"dp": 2, "tp": 4}),
+    "sp": Strategy("as tp, norms cut by tokens, too", {"dp": 2, "tp": 4}, sp=True),
+    "ep": Strategy("of moe-tiny: experts shared out", {"dp": RANKS, "ep": RANKS}, model="moe-tiny"),
 }
-MEANING = {
-    "dp": "everything everywhere (DDP)",
-    "zero1": "optimizer states sharded",
-    "zero2": "gradients sharded, too",
-    "zero3": "parameters sharded, too (FSDP)",
-    "hsdp": "as zero3, in 2 groups",
-}
+
+
+class Trained(NamedTuple):
+    """Losses [steps]; and, where experts are shared out, sent[i][j]: the copies of tokens that rank i sent to rank j."""
+
+    losses: torch.Tensor
+    sent: tuple[tuple[int, ...], ...] | None
+
+
+def distributed(rank: Rank, model_config: Config, strategy: Strategy) -> DataParallel:
+    """The model as the strategy has it on this rank."""
+    model = Decoder(model_config, seed=0)
+    sharding = shard_model(model, rank, sp=strategy.sp) if strategy.inside else None
+    return DataParallel(model, rank, "dp", sharding=sharding, **strategy.options)
 
 
 def train(
     rank: Rank,
     model_config: Config,
     data: Sequence[Batch],
-    options: Mapping[str, Any],
+    strategy: Strategy,
     tick: Callable[[int], None],
-) -> torch.Tensor:
-    """An ordinary training loop; every rank runs it. Returns the loss of every step."""
-    dist = DataParallel(Decoder(model_config, seed=0), rank, "dp", **options)
+) -> Trained:
+    """An ordinary training loop; every rank runs it."""
+    dist = distributed(rank, model_config, strategy)
+    experts: Any = dist.model.get_submodule("blocks.0.moe.experts") if "ep" in strategy.axes else None
+    if experts is not None:
+        experts.keeps_routing = True
     optimizer = dist.optimizer(torch.optim.AdamW, lr=3e-3, foreach=True)
     losses = []
     for step, batch in enumerate(data):
@@ -50,12 +97,13 @@ def train(
         if rank == 0:
             tick(step)
     rank.mark("end")
-    return torch.stack(losses)
+    sent = gathered(experts.routing, rank.group("ep")).sent if experts is not None else None
+    return Trained(torch.stack(losses), sent)
 
 
-def one_step(rank: Rank, model_config: Config, batch: Batch, options: Mapping[str, Any]) -> Any:
+def one_step(rank: Rank, model_config: Config, batch: Batch, strategy: Strategy) -> Any:
     """The loss and gradients of one distributed step, and the loss after it."""
-    dist = DataParallel(Decoder(model_config, seed=0), rank, "dp", **options)
+    dist = distributed(rank, model_config, strategy)
     optimizer = dist.optimizer(torch.optim.SGD, lr=0.1)
     loss, gradients = dist.backward(batch), dist.gather_gradients()
     optimizer.step()
@@ -65,7 +113,7 @@ def one_step(rank: Rank, model_config: Config, batch: Batch, options: Mapping[st
     return {"loss": loss, "loss after": after / batch.tokens, "parameters": gradients}
 
 
-def alone(model_config: Config, batch: Batch, options: Mapping[str, Any]) -> Any:
+def alone(model_config: Config, batch: Batch, strategy: Strategy) -> Any:
     """The same by plain torch, on one device: nothing of emu's is in it but the names it returns."""
     model = Decoder(model_config, seed=0)
     loss = model.loss_sum(batch.x, batch.y)

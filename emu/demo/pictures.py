@@ -1,0 +1,146 @@
+"""What the demo draws: the pictures of its report. Every number comes from its runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from emu.demo.findings import Demo
+from emu.demo.telling import SCALED, explain, sharing, strategies_table, summary
+from emu.demo.training import RANKS
+
+
+def write_demo_report(demo: Demo, path: str | Path) -> None:
+    """One self-contained HTML file: what was trained, proved, priced, and its pictures."""
+    from emu.view import Heading, Picture, Text, loss_figure, memory_figure, timeline_figure, write_report
+    from emu.view.units import time_text
+
+    first, curves = demo.first, {"1 device": demo.single, f"{RANKS} devices": demo.distributed}
+    sections = [
+        Heading("What happened"),
+        Text("\n\n".join(explain(demo))),
+        strategies_table(demo),
+        summary(demo),
+        Heading("The loss is the same"),
+        Picture(
+            loss_figure({name: run.results[0].losses.tolist() for name, run in curves.items()}),
+            "Above: both curves; the second lies on the first. Below: how far they lie apart.",
+        ),
+        Heading("One step over time"),
+        Picture(
+            timeline_figure(first.window.timeline(), ranks=[0, 1]),
+            f"Ranks 0 and 1 of {RANKS} H100s during {first.step[0]}: short kernels with idle time between them, while the "
+            f"host launches the next.",
+        ),
+        Picture(
+            timeline_figure(
+                first.scaled,
+                ranks=[0, 1],
+                title=f"{first.name}: {time_text(first.scaled.step_time_s)} on {SCALED}, 2 of {RANKS} ranks shown",
+            ),
+            f"The same step on {SCALED}: now kernels fill the time of each rank's first stream, and the others communicate. "
+            f"{sharing(first)}",
+        ),
+        *_sharding_pictures(demo),
+        *_inside_pictures(demo),
+        *_batch_size_picture(demo),
+        Heading("Memory of one device"),
+        Picture(
+            memory_figure(demo.distributed.memory, rank=0),
+            "Bytes that tensors hold, by category, over the whole run in program order: activations rise in forward and fall in "
+            "backward; optimizer states stay.",
+        ),
+    ]
+    write_report(path, f"emu demo: {demo.model} on {RANKS} virtual H100s", sections)
+
+
+def _batch_size_picture(demo: Demo) -> list[Any]:
+    from emu.view import Heading, Picture, batch_size_figure
+
+    if demo.batch_sizes is None:
+        return []
+    picture = batch_size_figure(demo.batch_sizes.steps, demo.batch_sizes.noise_scale, width=11)
+    about = "A noisy quadratic, trained to the same goal with the best learning rate for each batch size."
+    return [Heading("How far a larger batch helps"), Picture(picture, about)]
+
+
+def _sharding_pictures(demo: Demo) -> list[Any]:
+    from emu.view import Heading, Picture, memory_bars_figure, memory_figure, timeline_figure
+    from emu.view.units import time_text
+
+    out: list[Any] = []
+    if len(demo.strategies) > 1:
+        bars = {
+            name: shown.window.memory.at_peak(0)
+            for name, shown in demo.strategies.items()
+            if shown.strategy.model == demo.model
+        }
+        out += [
+            Heading("What every strategy leaves on a device"),
+            Picture(
+                memory_bars_figure(bars, f"memory of rank 0 of {RANKS} at the peak of a step"),
+                "From left to right: everything everywhere; optimizer states sharded; gradients, too; parameters, too; the "
+                "same in two groups; layers cut over 4 devices; and what lies between the cut maps cut by tokens, too. What is "
+                "left of parameters in zero3 are shards and the units in use just then.",
+            ),
+        ]
+    sharded = next((s for s in demo.strategies.values() if s.strategy.options.get("zero") == 3), None)
+    if sharded is not None:
+        run = demo.teeth if demo.teeth is not None else sharded.run
+        ahead = "nothing gathered ahead" if demo.teeth is not None else "one unit gathered ahead"
+        out += [
+            Heading("Gather, use, free"),
+            Picture(
+                memory_figure(
+                    run.window(*sharded.step).memory,
+                    rank=0,
+                    only=("parameters", "gradients"),
+                    title=f"{sharded.name}, {ahead}: parameters and gradients of rank 0 in {sharded.step[0]}",
+                ),
+                "Every tooth is a unit: its parameters are gathered before it computes and freed after, once in forward and "
+                "once in backward, where its gradients come, are summed over ranks, and leave a shard.",
+            ),
+            Picture(
+                timeline_figure(
+                    sharded.scaled,
+                    ranks=[0],
+                    title=f"{sharded.name}: {time_text(sharded.scaled.step_time_s)} on {SCALED}, rank 0",
+                ),
+                "Two streams, one unit gathered ahead: while one computes, the next is gathered; in backward gradients are "
+                "scattered, too.",
+            ),
+        ]
+    return out
+
+
+def _inside_pictures(demo: Demo) -> list[Any]:
+    from emu.view import Heading, Picture, routing_figure, timeline_figure
+    from emu.view.units import time_text
+
+    out: list[Any] = []
+    sp, ep = (demo.strategies.get(name) for name in ("sp", "ep"))
+    if sp is not None and sp is not demo.first:
+        out += [
+            Heading("Inside the layer"),
+            Picture(
+                timeline_figure(
+                    sp.scaled,
+                    ranks=[0],
+                    title=f"{sp.name}: {time_text(sp.scaled.step_time_s)} on {SCALED}, rank 0",
+                ),
+                f"Every layer gathers its tokens and scatters its sums, twice. {sharing(sp)} In backward they run beside the "
+                "products of the weights' gradients.",
+            ),
+        ]
+    if ep is not None:
+        out += [
+            Heading("Who sends how much to whom"),
+            Picture(
+                routing_figure(
+                    ep.run.results[0].sent, title=f"{ep.strategy.model}, the first layer's experts, {ep.step[0]}"
+                ),
+                "A row for every sender: to which device its tokens' choices go. Each device has one expert, so the busiest "
+                "column is the expert that most tokens ask for, and all wait for it. A balance loss works against that.",
+            ),
+        ]
+    return out
