@@ -8,7 +8,10 @@ from __future__ import annotations
 import copy
 import difflib
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
     from transformers import LlamaConfig
 
 ALSO = ("rope_theta", "rope_scaling", "attn_implementation")  # words that LlamaConfig takes besides its fields
+UNMASKED = "sdpa_unmasked"
 
 
 class TransformersMissing(ImportError):
@@ -64,11 +68,11 @@ def llama(config: LlamaConfig | None = None, *, seed: int = 0, **fields: Any) ->
     config = copy.deepcopy(config)
     config.use_cache = False
     config.vocab, config.seq = config.vocab_size, config.max_position_embeddings
-    state = torch.random.get_rng_state()
-    try:
+    with import_module(
+        "transformers.initialization"
+    ).no_init_weights():  # stock modules draw from the global generator when they are made
         model = _with_loss_sum()(config)
-    finally:
-        torch.random.set_rng_state(state)  # stock modules draw when they are made; what comes after must not notice
+    model.tie_weights()
     _draw(model, config.initializer_range, seed)
     return model
 
@@ -96,6 +100,17 @@ def _config(kind: Any, fields: dict[str, Any]) -> LlamaConfig:
 @cache
 def _with_loss_sum() -> Any:
     stock = _stock()
+    attention = stock.AttentionInterface()["sdpa"]
+
+    def unmasked(module: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any, **options: Any) -> tuple[Tensor, None]:
+        """The stock attention, under a name that no mask is made for."""
+        if q.is_meta:  # torch would spell the softmax out, for want of a kernel on no device
+            kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+            mixed = kernel(q, k, v, options.get("dropout", 0.0), True, scale=options.get("scaling"))[0]
+            return mixed.transpose(1, 2).contiguous(), None
+        return attention(module, q, k, v, *rest, **options)
+
+    stock.AttentionInterface.register(UNMASKED, unmasked)
 
     class LlamaForCausalLM(stock.LlamaForCausalLM):
         """The stock class with a loss that is a sum."""
@@ -116,17 +131,37 @@ def _with_loss_sum() -> Any:
             """
             if len(x) == 0:  # stock attention cannot see the number of heads in a batch without rows
                 x, y = x.new_zeros(1, x.shape[1]), y.new_full((1, y.shape[1]), self.loss.ignore_index)
-            return self.loss(self(input_ids=x).logits, y)
+            with _all_tokens_count(self.config):
+                return self.loss(self(input_ids=x).logits, y)
 
     return LlamaForCausalLM
+
+
+@contextmanager
+def _all_tokens_count(config: LlamaConfig) -> Iterator[None]:
+    """Within it the stock model takes for granted that nothing is padded or packed, and causal attention needs no mask.
+
+    It would look at positions to find that out, in every forward, and tensors without values could not tell.
+    """
+    stock: Any = config
+    if stock._attn_implementation != "sdpa":
+        yield  # attention that is spelled out needs its mask
+        return
+    stock._attn_implementation = UNMASKED
+    try:
+        yield
+    finally:
+        stock._attn_implementation = "sdpa"
 
 
 @torch.no_grad()
 def _draw(model: Any, std: float, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    for p in model.parameters():  # a tied matrix comes once
+    for name, p in model.named_parameters():  # a tied matrix comes once
         if p.dim() == 2:
             draw_(p, std, generator)
+        elif name.endswith("bias"):
+            p.zero_()
     embedding = model.get_input_embeddings()
     if embedding.padding_idx is not None:
         embedding.weight[embedding.padding_idx].zero_()

@@ -104,6 +104,29 @@ def test_a_rank_may_have_no_rows(rows: int) -> None:
     assert all(bool(p.grad.any()) == bool(rows) for p in model.parameters())
 
 
+def test_only_the_loss_takes_for_granted_that_every_token_counts() -> None:
+    model, (x, y) = llama(**TINY), pair(23)
+    model.loss_sum(x, y)
+    assert model.config._attn_implementation == "sdpa"
+    kept = torch.ones_like(x)
+    kept[:, :3] = 0
+    assert not torch.equal(model(x, attention_mask=kept).logits[:, -1], model(x).logits[:, -1])
+    with pytest.raises(RuntimeError):
+        model.loss_sum(x.float(), y)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_the_loss_needs_no_values() -> None:
+    """Shapes are enough: nothing asks what a token or a position is. The stock forward does."""
+    model, (x, y) = llama(**TINY).to("meta"), pair(23)
+    loss = model.loss_sum(x.to("meta"), y.to("meta"))
+    loss.backward()
+    assert loss.is_meta
+    assert all(p.grad is not None and p.grad.shape == p.shape for p in model.parameters())
+    with pytest.raises(RuntimeError, match="meta"):
+        model(x.to("meta"))
+
+
 # The decoder of the same shape.
 
 NAMES = {

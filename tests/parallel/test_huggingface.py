@@ -17,6 +17,7 @@ from emu.parallel import Plan
 from emu.parallel.tensor.maps_llama import llama_map
 from emu.parallel.tensor.styles import Column, Region
 from emu.spmd import PlanError
+from emu.trace.compare import first_difference
 
 transformers: Any = pytest.importorskip("transformers")
 
@@ -129,6 +130,23 @@ def test_a_map_by_itself_changes_nothing() -> None:
     assert attention.num_key_value_groups == 4
     assert type(attention).__mro__[2].__name__ == "LlamaAttention"
     assert torch.equal(model(x).logits, before)
+
+
+@pytest.mark.parametrize("axes", [{"tp": 4}, {"dp": 2, "tp": 2}], ids=str)
+def test_shapes_leave_the_trace_of_values(axes: dict[str, int]) -> None:
+    plan = Plan(emu.Mesh(**axes), sp=True, zero=3 if "dp" in axes else 0, seq=7)
+
+    def program(rank: emu.Rank) -> None:
+        distributed = emu.parallel.parallelize(llama(**TINY), plan, rank)
+        optimizer = distributed.optimizer(torch.optim.AdamW, lr=1e-2)
+        x = torch.zeros((4, 7), dtype=torch.int64)
+        for _ in range(2):
+            distributed.backward(emu.Batch(x, x, tokens=28))
+            optimizer.step()
+
+    real, shapes = (emu.launch(program, emu.Mesh(**axes), backend=backend) for backend in ("virtual", "shape"))
+    assert first_difference(shapes.trace, real.trace) is None
+    assert any("self_attn" in getattr(event, "scope", "") for event in real.trace.events[0])
 
 
 def test_a_stock_class_with_a_loss_of_its_own_gets_whole_logits() -> None:
