@@ -68,9 +68,8 @@ def llama(config: LlamaConfig | None = None, *, seed: int = 0, **fields: Any) ->
     config = copy.deepcopy(config)
     config.use_cache = False
     config.vocab, config.seq = config.vocab_size, config.max_position_embeddings
-    with import_module(
-        "transformers.initialization"
-    ).no_init_weights():  # stock modules draw from the global generator when they are made
+    drawing_nothing = import_module("transformers.initialization").no_init_weights
+    with drawing_nothing():  # stock modules would draw from the global generator when they are made
         model = _with_loss_sum()(config)
     model.tie_weights()
     _draw(model, config.initializer_range, seed)
@@ -80,7 +79,6 @@ def llama(config: LlamaConfig | None = None, *, seed: int = 0, **fields: Any) ->
 def _stock() -> Any:
     try:
         import transformers
-
     except ImportError as error:
         raise TransformersMissing(str(error)) from None
     return transformers

@@ -79,11 +79,11 @@ def batch(vocab: int, plan: Plan) -> emu.Batch:
     return emu.Batch(x, y.masked_fill(ignored, -100))
 
 
-@given(cases())
-def test_loss_and_all_gradients_are_those_of_one_device(case: Any) -> None:
+@given(cases(), st.sampled_from(["float64", "exact"]))
+def test_loss_and_all_gradients_are_those_of_one_device(case: Any, tier: str) -> None:
     config, plan = case
     model = llama(config)
-    verdict = emu.verify(model, plan, batch(config.vocab_size, plan), tier="float64", mutants="none")
+    verdict = emu.verify(model, plan, batch(config.vocab_size, plan), tier=tier, mutants="none")
     assert verdict, f"{config} {plan}: {verdict}"
     assert not verdict.without_gradient
     assert verdict.n_parameters == len(list(model.parameters()))
