@@ -122,6 +122,8 @@ def timeline_rows(timeline: Timeline, ranks: Sequence[int], edges_s: np.ndarray 
             if span.kind == "kernel":
                 put(span.stream, Look(COMPUTE, span.phase), span.start_s, span.end_s)
                 continue
+            if span.end_s <= span.start_s:
+                continue  # a group of one: it says nothing, to nobody
             if span.moves_s > span.start_s:
                 put(span.stream, Look(WAITING, ""), span.start_s, span.moves_s)
             # A collective's span carries the name the program gave it; its kind stands in the trace.

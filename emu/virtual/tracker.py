@@ -123,7 +123,8 @@ class Tracker(Tensors, TorchDispatchMode):
                 self.names.forget()
             scope = self.names.scope
             grad = _grad()
-            phase = "optimizer" if self.stepping else "forward" if learns and grad else ""
+            # A module that is called is a forward, also where gradients are not recorded: within an autograd Function.
+            phase = "optimizer" if self.stepping else "forward" if scope or (learns and grad) else ""
         else:
             if not self._backward:
                 self._backward = True
