@@ -18,10 +18,10 @@ from emu.run import Run, launch
 from emu.spmd import EmuError
 
 STEPS, QUICK_STEPS = 40, 10
-FEW_STEPS = 3  # of the strategies whose loss curve is not drawn
+FEW_STEPS = 2  # of the strategies whose loss curve is not drawn
 ROWS, SEQ = 16, 64  # sequences in a step, tokens in each
 NAMES = ("all", *STRATEGIES)
-MUTANTS, FEW_MUTANTS = 8, 4
+MUTANTS, FEW_MUTANTS = 8, 3
 QUICK_MUTANTS, FEW_QUICK_MUTANTS = 4, 2
 # What the toy stands for when it is priced on chips that are scaled down with it: Llama 3 8B, sequences of 8,192 tokens.
 REAL = Workload(n_params=8.03e9, width=4096, tokens=8192)
