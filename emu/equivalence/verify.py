@@ -210,5 +210,8 @@ def random_batch(model: nn.Module, plan: Plan) -> Batch:
         )
     x = torch.randint(0, vocab, (plan.global_batch, plan.seq), generator=generator)
     y = torch.randint(0, vocab, (plan.global_batch, plan.seq), generator=generator)
-    y[torch.rand(y.shape, generator=generator) < 1 / 8] = -100
+    ignored = torch.rand(y.shape, generator=generator) < 1 / 8
+    if ignored.all():
+        ignored[0, 0] = False  # something must be learnt
+    y[ignored] = -100
     return Batch(x, y)

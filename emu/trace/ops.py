@@ -59,7 +59,9 @@ class Op:
         schema, packet = func._schema, func.overloadpacket
         self.name = packet.__name__
         self.call = func._op
-        self.composite = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+        has = torch._C._dispatch_has_kernel_for_dispatch_key
+        # Some have a kernel besides (silu_backward, ...): then that is what runs.
+        self.composite = has(func.name(), "CompositeImplicitAutograd") and not has(func.name(), "CPU")
         written = [a.alias_info is not None and a.alias_info.is_write for a in schema.arguments]
         views = [r.alias_info is not None and not r.alias_info.is_write for r in schema.returns]
         self.writes = tuple(i for i, w in enumerate(written) if w and not schema.arguments[i].kwarg_only)

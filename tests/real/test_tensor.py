@@ -80,13 +80,13 @@ def test_every_case_agrees_with_the_virtual_run(ran: tuple[int, Path]) -> None:
 
 
 def test_a_tracked_run_agrees_too(ran: tuple[int, Path]) -> None:
-    """Not in every bit: where tensors are tracked torch spells out the backward of silu, which else is one kernel."""
+    """Tracking watches what runs, and changes no bit of it."""
     ranks, folder = ran
     case = Case("llama", sp=True)
     tracked = emu.launch(tensor.program, case.mesh(ranks), args=(case,), backend="virtual").results
     for rank, got in enumerate(read(folder, "emu", ranks)):
         off, where = worst(of_case(case, got), tracked[rank][0])
-        assert off <= FLOAT64_TIER, (rank, where, off)
+        assert off <= (0 if ranks == 2 else FLOAT64_TIER), (rank, where, off)
 
 
 def test_gradients_put_together_are_one_device_s(ran: tuple[int, Path]) -> None:
