@@ -31,7 +31,7 @@ class TransformersMissing(ImportError):
     """transformers cannot be imported. Fields: hint (str, what to do)."""
 
     def __init__(self, why: str):
-        self.hint = 'Install it with the extra: pip install "emu[hf]"'
+        self.hint = 'pip install "transformers>=5.8", or in a checkout of emu: pip install ".[hf]"'
         super().__init__(f"the stock Llama is that of transformers, which cannot be imported ({why}). {self.hint}")
 
 

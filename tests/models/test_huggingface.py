@@ -265,7 +265,7 @@ def test_without_transformers_one_line_says_what_to_install(monkeypatch: pytest.
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(TransformersMissing) as caught:
         llama(**TINY)
-    assert 'pip install "emu[hf]"' in str(caught.value)
+    assert 'pip install "transformers>=5.8"' in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
