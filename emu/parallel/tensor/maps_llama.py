@@ -2,47 +2,22 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 from emu.parallel.tensor.cuts import Even, Heads
 from emu.parallel.tensor.styles import Column, Loss, Region, Row, ShardingMap, Tokens, Vocab
 
 
-class CountsItsHeads:
-    """An attention that repeats key and value heads for the query heads that it has on this rank.
-
-    The stock one remembers how many query heads read one key head in the whole model.
-    """
-
-    q_proj: Any
-    k_proj: Any
-
-    @property
-    def num_key_value_groups(self) -> int:
-        if getattr(self.k_proj, "repeats", None) is not None:
-            return 1  # every query head has a copy already
-        return len(self.q_proj.weight) // len(self.k_proj.weight)
-
-
-@cache
-def _counting(kind: type) -> type:
-    return type(kind.__name__, (CountsItsHeads, kind), {})
-
-
 def llama_map(model: Any) -> ShardingMap:
     """Of a stock LlamaForCausalLM, or a subclass whose modules are the stock ones.
 
     Where it has a submodule `loss` that takes (logits, labels), logits stay cut along the vocabulary; otherwise every rank
-    gets them whole. Its attentions count their heads from now on (CountsItsHeads), which changes nothing before they are cut.
+    gets them whole.
 
     Args:
         model: with the stock class's module names and config.
     """
     config = model.config
-    for layer in model.model.layers:
-        if not isinstance(layer.self_attn, CountsItsHeads):
-            layer.self_attn.__class__ = _counting(type(layer.self_attn))
     heads = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     q, kv = Heads(*heads, "q"), Heads(*heads, "kv")
     vocabulary = Even(may_be_empty=True)

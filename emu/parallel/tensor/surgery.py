@@ -105,7 +105,7 @@ class Surgery:
         made = become_column(linear, region, alone)
         share_heads(made, ranges, self.rank, self.tp)
         if isinstance(style.cut, Heads) and style.cut.role == "kv":
-            self._serve(made, style.cut)
+            self._serve(made, style.cut, self.model.get_submodule(path.rpartition(".")[0]))
         elif isinstance(style.cut, Parts) and made.shared:
             raise PlanError(
                 f"{where}: a fused weight whose {self.tp.size} ranks share key and value heads cannot be laid out",
@@ -115,7 +115,7 @@ class Surgery:
         if style.gather:
             made.gathers = [sum(b - a for a, b in some) for some in ranges]
 
-    def _serve(self, made: Any, cut: Heads) -> None:
+    def _serve(self, made: Any, cut: Heads, attention: Any) -> None:
         """Where a rank's query heads do not share its key and value heads evenly, every query head gets a copy."""
         each = [cut.served(r, self.tp.size) for r in range(self.tp.size)]
         held = [max(served) + 1 for served in each]
@@ -125,6 +125,11 @@ class Surgery:
         ]
         if not all(even):
             made.repeats, made.head_dim = each[self.tp.rank], cut.head_dim
+        if hasattr(
+            attention, "num_key_value_groups"
+        ):  # transformers' repeat key and value heads by the whole model's ratio
+            queries, heads = len(each[self.tp.rank]), held[self.tp.rank]
+            attention.num_key_value_groups = 1 if made.repeats is not None else queries // heads
 
     def _row(self, path: str, where: str, module: nn.Module, style: s.Row) -> None:
         linear = _linear(where, module, "Row")
