@@ -49,11 +49,7 @@ def show(figure):
 
 def said(run):
     """What rank 0 says to others, in order."""
-    return [
-        f"{e.kind} {e.name or ''} of {bytes_text(e.bytes)}"
-        for _, e in run.trace.of(Collective, rank=0)
-        if len(e.members) > 1
-    ]
+    return [f"{e.kind} of {bytes_text(e.bytes)}" for _, e in run.trace.of(Collective, rank=0) if len(e.members) > 1]
 
 
 # %% [markdown]
@@ -353,10 +349,9 @@ for run in (eight, sixteen):
     show(timeline_figure(run.timeline(), ranks=[0], width=11))
 
 # %% [markdown]
-# (Grey are products that run within autograd functions of emu's own; they belong to forward.) The products became
-# half as long, the messages did not: a rank sends `(t-1)/t` of what the group's tokens make, however many share it. So
-# the more ranks share a layer, the more of their time they talk. (The 8 heads of keys and values do not divide by 16,
-# so pairs of ranks hold the same one, and sum its gradient: `tp.kv`.)
+# The products became half as long, the messages did not: a rank sends `(t-1)/t` of what the group's tokens make, however
+# many share it. So the more ranks share a layer, the more of their time they talk. (The 8 heads of keys and values do
+# not divide by 16, so pairs of ranks hold the same one, and sum its gradient: `tp.kv`.)
 #
 # Sixteen devices can also be two groups of eight: `dp=2, tp=8`. Then a rank's group has half the tokens, and sends half
 # as much. The order of the axes says who is whose neighbour: the last one varies fastest, so with `dp=2, tp=8` every
