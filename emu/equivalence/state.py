@@ -26,16 +26,35 @@ class Keeper:
 
     def __init__(self) -> None:
         self.parameters: dict[int, Tensor] = {}  # by id, in the order they were met
+        self.homes: dict[int, list[Any]] = {}  # by id: modules that registered it, where nothing else has used it yet
         self.optimizers: dict[int, Any] = {}
         self.random: str | None = None  # the first module called that draws random numbers
 
     def keep(self, parameter: Any) -> None:
+        """A parameter that is used: a module that has it is called, a backward reaches it, an optimizer steps on it."""
         if isinstance(parameter, Tensor):
             self.parameters.setdefault(id(parameter), parameter)
+            self.homes.pop(id(parameter), None)
+
+    def register(self, module: Any, parameter: Any) -> None:
+        """A parameter that a module is given, and may have replaced before it is ever used."""
+        if isinstance(parameter, Tensor):
+            if id(parameter) not in self.parameters:
+                self.parameters[id(parameter)], self.homes[id(parameter)] = parameter, []
+            if id(parameter) in self.homes:
+                self.homes[id(parameter)].append(module)
+
+    def _replaced(self, parameter: Tensor) -> bool:
+        homes = self.homes.get(id(parameter))
+        if homes is None or parameter.grad is not None:
+            return False
+        return not any(parameter is held for module in homes for held in module._parameters.values())
 
     def digest(self) -> bytes:
         bits = hashlib.blake2b(digest_size=16)
         for p in self.parameters.values():
+            if self._replaced(p):  # a tied head's first weight: whatever bits its memory had
+                continue
             _add(bits, p)
             _add(bits, p.grad)
         for optimizer in self.optimizers.values():
@@ -132,7 +151,7 @@ def _add(bits: Any, value: Any) -> None:
 def _registered(module: Any, name: str, parameter: Any) -> None:
     keeper = getattr(_here, "keeper", None)
     if keeper is not None:
-        keeper.keep(parameter)
+        keeper.register(module, parameter)
 
 
 def _called(module: Any, args: Any) -> None:

@@ -369,6 +369,37 @@ def test_whatever_holds_the_parameters_survivors_are_noticed(way):
     assert found.equivalent and not found and found.survivors
 
 
+@pytest.mark.parametrize("replaced", [True, False])
+def test_a_parameter_that_was_replaced_before_any_use_is_no_state(replaced):
+    """As a tied head's first weight: its memory was never written, and so differs from run to run."""
+    import itertools
+
+    garbage = itertools.count()
+
+    def step(rank):
+        layer = torch.nn.Linear(2, 2, bias=False)
+        layer.weight = torch.nn.Parameter(torch.full((2, 2), float(next(garbage))))
+        if replaced:
+            layer.weight = torch.nn.Parameter(torch.ones(2, 2))
+        rank.group("dp").broadcast(torch.ones(3))  # what every rank has anyway
+        return torch.ones(1)
+
+    found = check(step, MESH, lambda: torch.ones(1), tier="float64", mutants="all")
+    assert found.mutants > 0 and bool(found.survivors) is not replaced  # one that stays is a state: it is noticed
+
+
+@pytest.mark.parametrize(
+    ("mesh", "fields"), [("dp=2", {}), ("dp=2", {"zero": 3}), ("tp=2", {}), ("tp=2", {"sp": True})], ids=str
+)
+def test_no_mutant_of_a_tied_models_plan_goes_unnoticed(mesh, fields):
+    from emu.models import Decoder, config
+
+    small = config("gpt-tiny", layers=1, tied=True)
+    plan = emu.Plan(mesh, global_batch=3, seq=8, **fields)
+    found = emu.verify(lambda: Decoder(small, seed=0), plan, mutants="all")
+    assert found and found.mutants_killed and not found.survivors
+
+
 def test_a_communication_that_changes_nothing_has_equivalent_mutants():
     """Which mutants are equivalent is read off the ranks' states, so what is thrown away counts for nothing."""
 
