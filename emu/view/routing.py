@@ -15,13 +15,17 @@ if TYPE_CHECKING:
     from matplotlib.colors import Colormap
     from matplotlib.figure import Figure
 
+    from emu.parallel.expert import Routing
+
 MOST_NUMBERS = 16  # ranks up to which every cell says its number
 MOST_TICKS = 16
 LOAD = "#35456c"
 
 
 def routing_figure(
-    matrix: Sequence[Sequence[int]], width: float = 6.0, title: str = "tokens sent to experts on other ranks"
+    routing: Routing | Sequence[Sequence[int]],
+    width: float = 6.0,
+    title: str = "copies of tokens sent to the experts of every rank",
 ) -> Figure:
     """Draws who sends how many copies of tokens to whom, and below what every rank receives, against the mean.
 
@@ -29,7 +33,7 @@ def routing_figure(
     what imbalance costs.
 
     Args:
-        matrix: matrix[i][j] copies go from rank i to rank j: `emu.parallel.expert.gathered(...).sent`.
+        routing: what `emu.parallel.expert.routing_of` gives for a layer; or a matrix, matrix[i][j] copies from rank i to j.
         width: of the figure in inches.
         title: above the picture.
 
@@ -38,11 +42,11 @@ def routing_figure(
     """
     from matplotlib.figure import Figure
 
-    sent = np.asarray(matrix, dtype=float)
+    sent = np.asarray(getattr(routing, "sent", routing), dtype=float)
     if sent.ndim != 2 or not sent.size or not np.isfinite(sent).all() or (sent < 0).any():
         raise ValueError(
-            f"there is no traffic to draw in an array of shape {sent.shape}: give one row of counts for each sender, "
-            "e.g. gathered(module.routing, group).sent"
+            f"there is no traffic to draw in an array of shape {sent.shape}: give a layer's routing, as of "
+            "routing_of(model, group), or one row of counts for each sender"
         )
     senders, receivers = sent.shape
     with drawing():

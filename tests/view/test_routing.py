@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
+from emu.parallel.expert import Routing
 from emu.view import png_bytes, routing_figure
 
 
@@ -21,6 +22,16 @@ def test_every_cell_says_its_number_and_every_bar_its_columns_sum(matrix):
     loads = matrix.sum(0)
     worst = loads.max() / loads.mean() if loads.any() else 1
     assert f"{worst:.2f} times the mean" in below.get_title(loc="left")
+
+
+@given(st.integers(1, 6).flatmap(lambda n: arrays.arrays(np.int64, (n, n), elements=st.integers(0, 10**6))))
+def test_a_layers_routing_is_drawn_as_its_matrix_is(matrix):
+    sent = tuple(map(tuple, matrix.tolist()))
+    routing = Routing(sent, experts=(7, 8, 9), dropped=3)  # of these nothing is drawn
+    ours, same = routing_figure(routing).axes, routing_figure(sent).axes
+    assert numbers(ours[0]) == numbers(same[0]) == matrix.reshape(-1).tolist()
+    assert ours[1].get_title(loc="left") == same[1].get_title(loc="left")
+    assert f"gets {routing.imbalance:.2f} times the mean" in ours[1].get_title(loc="left")
 
 
 def test_what_stays_at_home_is_said():
