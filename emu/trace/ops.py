@@ -136,8 +136,13 @@ def _matmul(a: Tensor, b: Tensor, out: Tensor, extra: int = 0) -> Work:
     return Work(2 * count * m * n * k, a.nbytes + b.nbytes + out.nbytes + extra, (count, m, n, k))
 
 
-def _vector(a: Tensor, b: Tensor, out: Tensor) -> Work:
-    return Work(2 * a.numel(), a.nbytes + b.nbytes + out.nbytes, ())
+def _vector(a: Tensor, b: Tensor, out: Tensor, extra: int = 0) -> Work:
+    return Work(2 * a.numel(), a.nbytes + b.nbytes + out.nbytes + extra, ())
+
+
+def _added_to(args: Sequence[Any], outs: Sequence[Tensor]) -> Work:
+    """A product that is added to a first argument, which may be the output (then it is read and written)."""
+    return _matmul(args[1], args[2], outs[0], args[0].nbytes)
 
 
 def pairs(queries: int, keys: int, causal: bool) -> int:
@@ -218,10 +223,12 @@ FILLS = (
 )
 COUNTS: dict[Any, Callable[[Sequence[Any], Sequence[Tensor]], Work]] = {
     aten.mm: lambda args, outs: _matmul(args[0], args[1], outs[0]),
-    aten.addmm: lambda args, outs: _matmul(args[1], args[2], outs[0], args[0].nbytes),
     aten.bmm: lambda args, outs: _matmul(args[0], args[1], outs[0]),
-    aten.baddbmm: lambda args, outs: _matmul(args[1], args[2], outs[0], args[0].nbytes),
+    **dict.fromkeys((aten.addmm, aten.addmm_, aten.baddbmm, aten.baddbmm_, aten.addbmm, aten.addbmm_), _added_to),
     aten.mv: lambda args, outs: _vector(args[0], args[1], outs[0]),
+    **dict.fromkeys(
+        (aten.addmv, aten.addmv_), lambda args, outs: _vector(args[1], args[2], outs[0], args[0].nbytes)
+    ),
     aten.dot: lambda args, outs: _vector(args[0], args[1], outs[0]),
     aten._scaled_dot_product_flash_attention_for_cpu: _flash,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _flash_backward,
@@ -229,7 +236,6 @@ COUNTS: dict[Any, Callable[[Sequence[Any], Sequence[Tensor]], Work]] = {
     **dict.fromkeys(FILLS, _fill),
     aten.copy_: _copy,
     **dict.fromkeys((aten.clone, aten._to_copy, aten.cat, aten.stack), _convert),
-    aten.addbmm: lambda args, outs: _matmul(args[1], args[2], outs[0], args[0].nbytes),
     aten.convolution: _convolution,
     aten.convolution_backward: _convolution_backward,
 }

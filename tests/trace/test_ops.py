@@ -66,6 +66,28 @@ def test_products_count_as_torch_counts_them(b, m, n, k):
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)
+@given(b=sizes, m=sizes, n=sizes, k=sizes, in_place=st.booleans())
+def test_a_product_added_to_something_is_a_product_in_place_or_not(b, m, n, k, in_place):
+    """2 flops for every m, n and k; both factors and the addend are read, the sum is written."""
+    one = torch.ones
+    cases = [
+        ("addmm", (one(m, n), one(m, k), one(k, n)), (1, m, n, k), 2 * m * n * k),
+        ("baddbmm", (one(b, m, n), one(b, m, k), one(b, k, n)), (b, m, n, k), 2 * b * m * n * k),
+        ("addbmm", (one(m, n), one(b, m, k), one(b, k, n)), (b, m, n, k), 2 * b * m * n * k),
+        ("addmv", (one(m), one(m, k), one(k)), (), 2 * m * k),
+    ]
+    for name, args, dims, flops in cases:
+        moved = sum(t.nbytes for t in args) + args[0].nbytes
+        name += "_" * in_place
+        with Count() as count:
+            getattr(args[0], name)(*args[1:])
+        assert count.kernels == [(name, (flops, moved, dims))]
+    with Count() as count:  # negative control: a sum without a product
+        one(m, n).add_(one(m, n))
+    assert count.work("add_").dims == () and count.work("add_").flops == m * n
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
 @given(
     batch=sizes,
     inner=sizes,
