@@ -226,9 +226,7 @@ COUNTS: dict[Any, Callable[[Sequence[Any], Sequence[Tensor]], Work]] = {
     aten.bmm: lambda args, outs: _matmul(args[0], args[1], outs[0]),
     **dict.fromkeys((aten.addmm, aten.addmm_, aten.baddbmm, aten.baddbmm_, aten.addbmm, aten.addbmm_), _added_to),
     aten.mv: lambda args, outs: _vector(args[0], args[1], outs[0]),
-    **dict.fromkeys(
-        (aten.addmv, aten.addmv_), lambda args, outs: _vector(args[1], args[2], outs[0], args[0].nbytes)
-    ),
+    **dict.fromkeys((aten.addmv, aten.addmv_), lambda args, outs: _vector(args[1], args[2], outs[0], args[0].nbytes)),
     aten.dot: lambda args, outs: _vector(args[0], args[1], outs[0]),
     aten._scaled_dot_product_flash_attention_for_cpu: _flash,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _flash_backward,

@@ -13,16 +13,24 @@ from typing import Any
 import torch
 from torch import nn
 
+_current_node = torch._C._current_autograd_node
 _autograd: Any = torch._C._autograd  # type: ignore[attr-defined]
 
 
 class Names:
-    """The module scopes of one rank."""
+    """The module scopes of one rank.
+
+    Attributes:
+        scope: of the module being called; "" outside of all.
+        again: whether that module is called from within a backward: then it computes again what was not kept.
+    """
 
     def __init__(self) -> None:
         self.scope = ""
         self._paths: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._stack: list[str] = []
+        self._again: list[bool] = []  # of the same modules: whether they are called within a backward
+        self.again = False
         self._numbers: list[int] = [-1]  # sequence numbers at which the scope changed ...
         self._scopes: list[str] = [""]  # ... and to what
         self._node: Any = None
@@ -38,12 +46,15 @@ class Names:
         if unknown := module not in self._paths:
             self.watch(module)
         self._stack.append(self.scope)
+        self._again.append(self.again)
+        self.again = _current_node() is not None
         self._change(self._paths[module])
         return unknown
 
     def leave(self) -> None:
         if self._stack:
             self._change(self._stack.pop())
+            self.again = self._again.pop()
 
     def _change(self, scope: str) -> None:
         self.scope = scope

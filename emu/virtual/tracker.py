@@ -130,7 +130,8 @@ class Tracker(Tensors, TorchDispatchMode):
                 self._backward = True
                 ledger.keep_temporaries()
             grad = _grad()
-            if grad:
+            # So is a module that is called in a backward, also where its autograd Functions run, without gradients.
+            if grad or self.names.again:
                 phase, scope = "recompute", self.names.scope
             else:
                 phase, scope = "backward", self.names.of_node(node)
@@ -240,7 +241,7 @@ class Tracker(Tensors, TorchDispatchMode):
                 block = self.ledger.alloc(storage, category, self.names.scope, self.device.stream_now.name)
                 if block is not None and self.device.many_streams:
                     self._made(block, name, None)
-        phase = ("backward" if node is not None else "forward") if not _grad() or node is None else "recompute"
+        phase = "forward" if node is None else "recompute" if _grad() or self.names.again else "backward"
         event = Kernel(
             name,
             self.names.scope,
