@@ -448,6 +448,41 @@ def test_what_the_loss_cannot_read_is_refused():
         run_virtual(lambda rank: become_vocab_cross_entropy(nn.Linear(1, 1), rank.group("tp"), 7), Mesh(tp=2))
 
 
+@pytest.mark.parametrize(
+    ("options", "words", "hint"),
+    [
+        ({}, "reduction='mean'", 'reduction="sum"'),
+        ({"reduction": "none"}, "reduction='none'", 'reduction="sum"'),
+        ({"reduction": "sum", "weight": torch.ones(7)}, "weight=", "without weight"),
+    ],
+    ids=str,
+)
+def test_an_option_of_torchs_loss_that_would_be_dropped_is_refused(options, words, hint):
+    def program(rank):
+        become_vocab_cross_entropy(nn.CrossEntropyLoss(**options), rank.group("tp"), 7)
+
+    with pytest.raises(EmuError, match=words) as caught:
+        run_virtual(program, Mesh(tp=2))
+    assert hint in caught.value.hint
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_torchs_own_loss_is_cut_where_it_is_a_sum(smoothing):
+    g = torch.Generator().manual_seed(0)
+    logits, labels = torch.randn(5, 7, generator=g), torch.tensor([0, 6, -100, 3, 4])
+
+    def loss():
+        return nn.CrossEntropyLoss(reduction="sum", label_smoothing=smoothing)
+
+    def program(rank):
+        made, (start, stop) = loss(), own_words(7, rank.group("tp"))
+        become_vocab_cross_entropy(made, rank.group("tp"), 7)
+        return made(logits[:, start:stop], labels)
+
+    for found in run_virtual(program, Mesh(tp=2)).results:
+        torch.testing.assert_close(found, loss()(logits, labels))  # float32, sums in another order
+
+
 def test_one_token_without_a_batch_cannot_be_cut_along_the_sequence():
     def program(rank):
         module = nn.Embedding(4, 2)

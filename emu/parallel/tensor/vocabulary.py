@@ -193,13 +193,24 @@ def become_vocab_cross_entropy(module: nn.Module, group: Group, vocab: int) -> N
         vocab: words in all.
 
     Raises:
-        EmuError: the module has no such attributes.
+        EmuError: the module has no such attributes, or an option that this loss would drop: reduction other than "sum",
+            weight.
     """
     missing = [name for name in ("label_smoothing", "ignore_index") if not hasattr(module, name)]
     if missing:
         raise EmuError(
             f"a {type(module).__name__} without {' and '.join(missing)} is no cross-entropy that could be cut",
             "name a module with label_smoothing, ignore_index and forward(logits, labels), the sum over labels",
+        )
+    if (reduction := getattr(module, "reduction", "sum")) != "sum":
+        raise EmuError(
+            f"a {type(module).__name__} with reduction={reduction!r} cannot be cut over {group.label!r}: its ranks sum labels",
+            'make it with reduction="sum"; the mean is what is divided by the number of labels of the whole batch, later',
+        )
+    if getattr(module, "weight", None) is not None:
+        raise EmuError(
+            f"a {type(module).__name__} with weight= cannot be cut over {group.label!r}: its ranks count all words alike",
+            "make it without weight, or leave the loss and its logits whole on every rank",
         )
     made: Any = module
     made.__class__ = VocabCrossEntropy
