@@ -37,7 +37,8 @@ class Optimizer:
     """An optimizer of torch's on one rank's part of a model.
 
     It works element by element (SGD, Adam, AdamW, Lion, ...): what it does to an element may not depend on others of the
-    same parameter, because a shard may hold only some of them (zero=0 without another precision has whole parameters).
+    same parameter, because a shard may hold only some of them (zero=0 without another precision has whole parameters, unless
+    a sharding cuts them).
 
     Attributes:
         names: of the parameters of every group.
@@ -56,7 +57,8 @@ class Optimizer:
         options: further arguments of `kind`.
 
     Raises:
-        EmuError: a group that names nothing, or a parameter in two groups.
+        EmuError: a group that names nothing, a parameter in two groups, or a kind that needs whole parameters where this
+            rank has pieces.
     """
 
     def __init__(
@@ -84,6 +86,12 @@ class Optimizer:
             raise EmuError(f"norm={norm!r} cannot be clipped by", "use 2.0 or float('inf')")
         if clip is not None and not (isinstance(clip, (int, float)) and clip > 0):
             raise EmuError(f"clip={clip!r} leaves nothing of the gradients", "give the largest norm, or None")
+        if kind.__name__ in WHOLE_ONLY and summing.everyone is not None:
+            raise EmuError(
+                f"{kind.__name__} looks at all elements of a parameter at once, and a sharding (tp, ep, etp) leaves this rank "
+                "pieces of some",
+                "use an optimizer that works element by element (SGD, AdamW, ...), or a mesh of dp alone",
+            )
         if kind.__name__ in WHOLE_ONLY and not all(g.shards.in_place for g in summing.gradients):
             raise EmuError(
                 f"{kind.__name__} looks at all elements of a parameter at once, and a shard has only some",

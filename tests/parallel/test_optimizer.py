@@ -416,6 +416,25 @@ def test_optimizers_that_look_at_whole_parameters_are_refused_shards(kind):
         assert equal(found, {n: p.detach() for n, p in right.named_parameters()})
 
 
+@pytest.mark.parametrize("kind", [torch.optim.Adafactor, torch.optim.Muon])
+@pytest.mark.parametrize(("mesh", "model"), [("tp=2", "gpt-tiny"), ("dp=2,ep=2", "moe-tiny")])
+def test_optimizers_that_look_at_whole_parameters_are_refused_pieces_of_layers(kind, mesh, model):
+    from emu.models import Decoder, config
+
+    plan = emu.Plan(mesh, precision="fp32")
+
+    def program(rank, of):
+        emu.parallel.parallelize(Decoder(config(model, layers=1), seed=0), plan, rank).optimizer(of, lr=0.1)
+
+    on = emu.parallel.mesh_of(plan)
+    with pytest.raises(
+        emu.EmuError, match=rf"{kind.__name__} looks at all elements.*a sharding \(tp, ep, etp\)"
+    ) as caught:
+        emu.launch(program, on, args=(kind,))
+    assert "dp alone" in caught.value.hint
+    emu.launch(program, on, args=(torch.optim.SGD,))  # negative control: one that works element by element
+
+
 def test_moments_in_another_dtype_than_the_master_copy_are_refused():
     roles = emu.Precision(param="bf16", master="fp32", moments="bf16")
     refused(sgd, r"moments in torch.bfloat16 beside a master copy in torch.float32.*\n.*same dtype", precision=roles)
