@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from emu.cli import main
+from emu.view.units import bytes_text
 
 ROOT = Path(__file__).parents[1]
 PROGRAMS = """
@@ -264,7 +265,14 @@ def test_the_demo_proves_prices_and_draws(capsys, tmp_path):
     assert "ep trains moe-tiny" in html and "ep trains another model" in html and "Who sends how much to whom" in html
 
 
-@pytest.mark.parametrize(("name", "pictures", "says"), [("hsdp", 6, "hsdp"), ("ep", 5, "Who sends how much to whom")])
+@pytest.mark.parametrize(
+    ("name", "pictures", "says"),
+    [
+        ("hsdp", 6, "hsdp"),
+        ("sp", 4, "sp cuts those by tokens"),
+        ("ep", 5, "a device waits for others (outlined in grey)"),
+    ],
+)
 def test_one_strategy_is_shown_by_itself(capsys, tmp_path, name, pictures, says):
     """Its training on one device is plain, and of its own model."""
     report = tmp_path / "report.html"
@@ -273,6 +281,8 @@ def test_one_strategy_is_shown_by_itself(capsys, tmp_path, name, pictures, says)
     assert said["loss_single"] == pytest.approx(said["loss_distributed"], rel=1e-4)
     html = report.read_text()
     assert html.count("data:image/png;base64,") == pictures and says in html and "trains another model" not in html
+    row = re.search(rf"<tr><td[^>]*>{name}</td>.*?</tr>", html)
+    assert row and f">{bytes_text(said['strategies'][0]['peak_hbm_bytes'])}<" in row[0]  # of the fullest rank
 
 
 def test_emu_is_quick_to_import_and_brings_nothing_heavy():

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from emu.demo.findings import Demo
-from emu.demo.telling import SCALED, explain, sharing, strategies_table, summary
+from emu.demo.telling import SCALED, explain, filling, sharing, strategies_table, summary
 from emu.demo.training import RANKS
 
 
@@ -38,8 +38,7 @@ def write_demo_report(demo: Demo, path: str | Path) -> None:
                 ranks=[0, 1],
                 title=f"{first.name}: {time_text(first.scaled.step_time_s)} on {SCALED}, 2 of {RANKS} ranks shown",
             ),
-            f"The same step on {SCALED}: now kernels fill the time of each rank's first stream, and the others communicate. "
-            f"{sharing(first)}",
+            f"The same step on {SCALED}: {filling(first)}. {sharing(first)}",
         ),
         *_sharding_pictures(demo),
         *_inside_pictures(demo),
@@ -80,7 +79,7 @@ def _sharding_pictures(demo: Demo) -> list[Any]:
             Picture(
                 memory_bars_figure(bars, f"memory of rank 0 of {RANKS} at the peak of a step"),
                 "From left to right: everything everywhere; optimizer states sharded; gradients, too; parameters, too; the "
-                "same in two groups; layers cut over 4 devices; and what lies between the cut maps cut by tokens, too. What is "
+                "same in two groups; layers cut over 4 devices; and what lies between the cut matrices by tokens, too. What is "
                 "left of parameters in zero3 are shards and the units in use just then.",
             ),
         ]

@@ -6,7 +6,7 @@ from typing import Any
 
 from emu.cost import Metrics
 from emu.demo.batch_size import RANKS as RANKS_OF_SIZES
-from emu.demo.findings import ROWS, SEQ, Demo, Shown
+from emu.demo.findings import ROWS, SEQ, STATES, Demo, Shown
 from emu.demo.training import RANKS
 from emu.models import config
 from emu.run import Run
@@ -14,7 +14,6 @@ from emu.trace.events import Kernel
 
 OTHER_CHIP = "a100-8"  # the same trace priced there shows whether the chip matters
 SCALED = f"{RANKS} scaled-down H100s"
-STATES = ("parameters", "gradients", "optimizer")
 LLAMA = "Llama 3 8B"
 
 
@@ -43,24 +42,23 @@ def strategies_table(demo: Demo) -> Any:
     rows = []
     for shown in demo.strategies.values():
         scaled = shown.scaled.metrics()
-        peak = sum(shown.window.memory.at_peak(0).values())
         rows.append(
             (
                 shown.name,
                 "bit for bit" if shown.exact else "NO",
-                bytes_text(sum(shown.states[kind] for kind in STATES)),
-                bytes_text(peak),
+                bytes_text(_states(shown)),
+                bytes_text(shown.peak_bytes),
                 bytes_text(sum(shown.metrics.comm_bytes.values())),
                 time_text(scaled.step_time_s),
                 percent_text(scaled.exposed_comm_s / scaled.comm_s if scaled.comm_s else 0.0),
                 shown.strategy.meaning,
             )
         )
-    headers = ("", "equals 1 device", "states", "peak", "sent", "step", "in sight", "what it is")
+    headers = ("", "equals 1 device", "states", "peak", "sent", "step", "exposed", "what it is")
     note = (
-        "states: parameters, gradients and optimizer states of one device before the optimizer's step, in float32; peak: the "
-        "most that it holds in a step; sent: by it in a step; step, and the share of communication that no kernel hides: on "
-        f"{SCALED}"
+        "states: parameters, gradients and optimizer states of a device before the optimizer's step, in float32; peak: the "
+        "most that one holds in a step; both of the fullest device; sent: in a step, by the one that sends most; exposed: the "
+        f"share of communication, waiting for others included, that no kernel hides; that and the step's time on {SCALED}"
     )
     if other := [shown.name for shown in demo.strategies.values() if shown.strategy.model != demo.model]:
         note += f". {', '.join(other)} trains another model: its numbers do not compare with those above it"
@@ -95,7 +93,7 @@ def explain(demo: Demo) -> list[str]:
         f"little: {time_text(other_s)} on {OTHER_CHIP}.",
         f"On {SCALED} a matrix product lasts as long as one of {LLAMA} does on a real H100, so the chip matters: MFU "
         f"{percent_text(scaled.mfu)}. {sharing(first)} Of {time_text(scaled.comm_s)} "
-        f"of communication {time_text(scaled.exposed_comm_s)} are not hidden by kernels.",
+        f"of communication, waiting for others included, {time_text(scaled.exposed_comm_s)} are not hidden by kernels.",
     ]
     if len(demo.strategies) > 1:
         said.append(_stages(demo))
@@ -114,6 +112,19 @@ def explain(demo: Demo) -> list[str]:
 
 def _models(demo: Demo) -> str:
     return " and ".join(dict.fromkeys(shown.strategy.model for shown in demo.strategies.values()))
+
+
+def filling(shown: Shown) -> str:
+    """What fills the time on scaled-down chips, on average over ranks."""
+    from emu.view.units import percent_text
+
+    spans = [span for spans in shown.scaled.spans.values() for span in spans if span.kind == "collective"]
+    ends_s = len(shown.scaled.spans) * shown.scaled.step_time_s
+    waiting = sum(span.moves_s - span.start_s for span in spans if span.stream == "default") / ends_s
+    said = f"kernels run for {percent_text(shown.scaled.metrics().busy_fraction)} of the time"
+    if waiting >= 0.01:  # less is not seen
+        said += f", and for {percent_text(waiting)} a device waits for others (outlined in grey)"
+    return said
 
 
 def sharing(shown: Shown) -> str:
@@ -161,12 +172,11 @@ def _inside(demo: Demo) -> list[str]:
             f"travel within the layer, {bytes_text(_sent(tp, 'tp'))} a step, more than the gradients, "
             f"{bytes_text(_sent(tp) - _sent(tp, 'tp'))}."
         )
-    if tp is not None and sp is not None:
-        held = (sum(shown.window.memory.at_peak(0).values()) for shown in (tp, sp))
-        beside = [bytes_text(peak - _states(shown)) for peak, shown in zip(held, (tp, sp))]
+    if sp is not None and demo.whole_tokens_bytes is not None:
+        beside = [bytes_text(peak - _states(sp)) for peak in (demo.whole_tokens_bytes, sp.peak_bytes)]
         said.append(
-            f"Under tp all 4 devices keep the same activations between the cut maps. sp cuts those by tokens: what is held "
-            f"at the peak, beside states, falls from {beside[0]} to {beside[1]}."
+            f"Under tp all 4 devices keep the same activations between the pairs of cut matrices. sp cuts those by tokens: what "
+            f"is held at the peak, beside states, falls from {beside[0]} to {beside[1]}; states stay as they are."
         )
     if ep is not None:
         sent, model, travels = ep.run.results[0].sent, ep.strategy.model, bytes_text(_sent(ep, "ep"))
