@@ -267,20 +267,20 @@ def _refuse_with_real(simulated: dict[str, str], axes: dict[str, int], n: int | 
 
 def _model(text: str, seed: int) -> tuple[Callable[[], Any], int]:
     """A function that makes the model, and the most tokens that a sequence of its may have."""
+    from emu.equivalence.verify import LONGEST, VOCAB, said
     from emu.models import Decoder, config
     from emu.spmd import EmuError
 
     if ":" in text:
         make = load(text)
         made = make()
-        if hasattr(made, "loss_sum") and getattr(getattr(made, "config", None), "vocab", None) is None:
+        if hasattr(made, "loss_sum") and said(made, *VOCAB)[1] is None:
             raise EmuError(
                 f"{text} makes a {type(made).__name__} that does not say what tokens it takes, so none can be drawn",
-                "give the module a `config` with `vocab` (and `seq`, the most tokens in a sequence), or write the two "
-                "programs yourself, and use --program and --reference",
+                "give the module a `config` with `vocab` (and `seq`, the most tokens in a sequence; or vocab_size and "
+                "max_position_embeddings), or write the two programs yourself, and use --program and --reference",
             )
-        most = getattr(getattr(made, "config", None), "seq", SEQ)
-        return make, most if isinstance(most, int) else SEQ
+        return make, said(made, *LONGEST)[1] or SEQ
     chosen = config(text)
     if chosen.n_params() > TOO_LARGE:
         raise EmuError(

@@ -21,6 +21,8 @@ from emu.spmd import EmuError, Mesh, PlanError, Rank, grads
 
 RATE = 0.1  # of the step that both sides take
 AFTER = "loss after a step"
+VOCAB = ("vocab", "vocab_size")  # fields of a config: emu's, and what configs of transformers call it
+LONGEST = ("seq", "max_position_embeddings")
 
 
 def verify(
@@ -188,21 +190,31 @@ def _in_tier(data: Batch) -> Batch:
     return Batch(x, y, data.tokens)
 
 
+def said(model: nn.Module, *fields: str) -> tuple[str, int | None]:
+    """The first of these fields of a model's config that is a whole number, and that number; ("", None) if none is."""
+    for field in fields:
+        value = getattr(getattr(model, "config", None), field, None)
+        if isinstance(value, int):
+            return field, value
+    return "", None
+
+
 def random_batch(model: nn.Module, plan: Plan) -> Batch:
     """Random tokens and labels, about one label in eight ignored: [global_batch, seq].
 
     Raises:
         EmuError: no vocabulary to draw from; PlanError: sequences longer than the model takes.
     """
-    config = getattr(model, "config", None)
-    vocab = getattr(config, "vocab", None)
+    _, vocab = said(model, *VOCAB)
     if vocab is None:
-        raise EmuError(f"{type(model).__name__} does not say its vocabulary (config.vocab)", "pass a batch")
+        raise EmuError(
+            f"{type(model).__name__} does not say its vocabulary (config.{' or config.'.join(VOCAB)})", "pass a batch"
+        )
     generator = torch.Generator().manual_seed(plan.seed)
-    most = getattr(config, "seq", plan.seq)
-    if plan.seq > most:
+    field, most = said(model, *LONGEST)
+    if most is not None and plan.seq > most:
         raise PlanError(
-            f"seq={plan.seq}, but {type(model).__name__} takes sequences of at most {most} tokens (config.seq)",
+            f"seq={plan.seq}, but {type(model).__name__} takes sequences of at most {most} tokens (config.{field})",
             f"the nearest plan has seq={most}; or make the model with seq={plan.seq}",
             field="seq",
             value=plan.seq,

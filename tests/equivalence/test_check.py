@@ -5,6 +5,7 @@ import torch
 
 import emu
 from emu.equivalence import check
+from emu.equivalence.verify import random_batch
 from emu.models import GPT, Config
 from emu.spmd import BufferInFlight, CrossRankAccess, PlanError
 
@@ -495,6 +496,27 @@ def test_verify_says_what_a_model_lacks():
         emu.verify(Bare(1, 1), emu.Plan("dp=2"))
     with_batch = emu.Batch(torch.ones(3, 1), torch.zeros(3))
     assert emu.verify(lambda: Bare(1, 1), emu.Plan("dp=2"), with_batch, tier="float64")
+
+
+@pytest.mark.parametrize(("vocab", "seq"), [("vocab", "seq"), ("vocab_size", "max_position_embeddings")])
+def test_a_batch_is_drawn_from_what_a_config_says_also_in_the_words_of_transformers(vocab, seq):
+    from types import SimpleNamespace
+
+    def model(**config):
+        made = GPT(SMALL, seed=0)
+        made.config = SimpleNamespace(**config)
+        return made
+
+    told = model(**{vocab: SMALL.vocab, seq: SMALL.seq})
+    plan = emu.Plan("dp=2", global_batch=64, seq=SMALL.seq)
+    drawn = random_batch(told, plan)
+    assert drawn.x.shape == (64, SMALL.seq) and int(drawn.x.max()) == SMALL.vocab - 1
+    assert random_batch(model(**{vocab: SMALL.vocab}), emu.Plan("dp=2", seq=99)).x.shape == (8, 99)  # no limit is told
+    with pytest.raises(PlanError, match=rf"at most {SMALL.seq} tokens \(config.{seq}\)") as caught:
+        random_batch(told, emu.Plan("dp=2", seq=SMALL.seq + 1))
+    assert caught.value.nearest == SMALL.seq
+    with pytest.raises(emu.EmuError, match=r"config\.vocab or config\.vocab_size"):  # negative control
+        random_batch(model(**{seq: SMALL.seq}), plan)
 
 
 @pytest.mark.parametrize("as_function", [False, True])
