@@ -89,6 +89,11 @@ def checked_plain(model: Any, call: str) -> nn.Module:
         if isinstance(getattr(model, "model", None), nn.Module):
             plain += f"; it takes the place of {type(model).__name__}, and does not go on top of it"
         raise EmuError(f"the model is a {type(model).__name__}, not a module", plain)
+    if any(hasattr(module, "in_data_parallel") for module in model.modules()):
+        raise EmuError(
+            f"{type(model).__name__} is in a DataParallel already, which has taken its parameters over",
+            f"a model is cut first, and then trained: shard_model, then DataParallel; here a plain one is wanted: {call}",
+        )
     if any(hasattr(module, "cut_inside") for module in model.modules()):
         raise EmuError(
             f"{type(model).__name__} is cut inside its layers already, by shard_model",

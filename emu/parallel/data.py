@@ -83,6 +83,8 @@ class DataParallel:
                 f"DataParallel was {'not told how' if sharding is None else 'given a sharding of another'}",
                 "sharding = shard_model(model, rank); DataParallel(model, rank, 'dp', sharding=sharding)",
             )
+        if sharding is not None:
+            sharding.check_axes(axes)
         self.model, self.rank, self.axes, self.zero, self.sharding = model, rank, axes, zero, sharding
         alone = sharding is not None and not axes  # every rank gets the whole batch
         self.group = rank.group(members=[rank.id], label="alone") if alone else rank.group(*axes)
@@ -108,6 +110,8 @@ class DataParallel:
         everyone = sharding.everyone() if sharding is not None else None
         self.summing = Summing(wrapped.gradients, rank, self.group, self._gathering, find_unused, everyone)
         self._failed = False  # whether `backward` was left by an exception
+        taken: Any = model
+        taken.in_data_parallel = True  # so that nobody takes it for a plain one
 
     @property
     def gradients(self) -> list[Gradients]:
@@ -279,9 +283,9 @@ class DataParallel:
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The model's parameters with their names. Raises an EmuError where an optimizer must work on something else."""
-        if not all(gradients.shards.in_place for gradients in self.gradients):
+        if self.sharding is not None or not all(gradients.shards.in_place for gradients in self.gradients):
             raise EmuError(
-                "the optimizer's parameters are this rank's shards, or copies in another precision",
+                "the optimizer's parameters are this rank's pieces, or copies in another precision",
                 "make it with .optimizer(torch.optim.AdamW, lr=...); for their values use gather_parameters()",
             )
         return self.model.named_parameters()

@@ -130,6 +130,8 @@ class Summing:
         return bool(parameters) and all(p.grad is None for p in parameters)
 
     def _received(self, gradients: Gradients, index: int) -> None:
+        if gradients.shards.parameters[index].grad is None:
+            return  # a region's entrance offers gradients of all its maps, of which this forward used some
         if self._in_backward < 0:
             raise EmuError(
                 f"rank {self.rank}: a backward reached {gradients.shards.flat.names[index]} from a loss that is not this model's",

@@ -152,6 +152,16 @@ def wrap(
 
     if zero == 3:
         for unit in units(model, chosen_units):
+            if (
+                region := next((r for r in sharding.regions if unit.path.startswith(f"{r}.")), None)
+                if sharding
+                else None
+            ):
+                raise PlanError(
+                    f"unit {unit.path!r} lies in the Region {region!r}, whose backward needs all of its weights at once",
+                    f"gather the whole of it together: units=[..., {region!r}]",
+                    field="units",
+                )
             vectors = list(vectors_of(unit.names, unit.path or "root"))
             found.vectors += vectors
             found.units.append((unit.module, Gathered(vectors)))

@@ -68,7 +68,7 @@ def cut(sharding_map, tp=2, sp=False, model=Plain):
             "one cut",
         ),
         ({"up": Column(fused_qkv(2, 1, 1))}, 2, "up: parts of [2, 1, 1]", "one cut and one length"),
-        ({"table": Vocab(), "tied": Column(Heads(7, 7, 1))}, 7, "", ""),
+        ({"table": Vocab(), "tied": Column(Heads(7, 7, 1), gather=True)}, 7, "", ""),
         ({"table": Vocab(), "tied": Row()}, 2, "'table.weight' is tied, and cut otherwise", "cut tied modules alike"),
         ({"up": "column"}, 2, "says 'column' of 'up', which is no style", "use Column()"),
     ],
@@ -117,7 +117,7 @@ def test_under_sp_every_module_with_parameters_is_named():
     known = decoder_map(GPT(CONFIG))
     del known["norm"]
     with pytest.raises(
-        PlanError, match=r"norm.weight sees this rank's tokens only.*says nothing of 'norm'\n.*Tokens\(\)"
+        PlanError, match=r"norm.weight sees this rank's tokens only.*says nothing of its module\n.*Tokens\(\)"
     ):
         cut(known, sp=True, model=lambda: GPT(CONFIG))
     cut(known, sp=False, model=lambda: GPT(CONFIG))  # without, it is whole everywhere
@@ -129,7 +129,7 @@ def test_experts_are_shared_out_only_where_there_are_some():
     with pytest.raises(PlanError, match=r"capacity=1\.5, but Decoder has no experts"):
         emu.verify(lambda: GPT(CONFIG), Plan("dp=2", capacity=1.5, seq=4))
     with pytest.raises(EmuError, match="up is no module of stacked experts"):
-        cut({"up": Experts()})
+        emu.launch(lambda rank: shard_model(Plain(), rank, {"up": Experts()}) and None, emu.Mesh(dp=2, ep=2))
 
 
 def test_a_sequence_that_was_not_cut_is_noticed_where_it_enters_a_region():

@@ -9,6 +9,7 @@ from emu.parallel.tensor.styles import (
     Balance,
     Capacity,
     Column,
+    Dropout,
     Experts,
     Loss,
     Moe,
@@ -18,12 +19,14 @@ from emu.parallel.tensor.styles import (
     ShardingMap,
     Tokens,
     Vocab,
+    Whole,
 )
 
 __all__ = [
     "Balance",
     "Capacity",
     "Column",
+    "Dropout",
     "Even",
     "Experts",
     "Heads",
@@ -38,6 +41,7 @@ __all__ = [
     "ShardingMap",
     "Tokens",
     "Vocab",
+    "Whole",
     "decoder_map",
     "fused_gate_up",
     "fused_qkv",

@@ -61,6 +61,12 @@ def _styles(model: nn.Module, sharding_map: Mapping[str, s.Style]) -> dict[str, 
     Raises:
         PlanError: a name in the map that is no module's, or a value that is no style.
     """
+    if not isinstance(sharding_map, Mapping):
+        raise PlanError(
+            f"the sharding map is a {type(sharding_map).__name__}, not a dict",
+            'write {"mlp.up": Column(), "mlp.down": Row()}',
+            field="sharding_map",
+        )
     paths = [path for path, _ in model.named_modules()]
     for pattern, style in sharding_map.items():
         if not isinstance(style, s.Style):
@@ -69,16 +75,29 @@ def _styles(model: nn.Module, sharding_map: Mapping[str, s.Style]) -> dict[str, 
                 "use Column(), Row(), Region(), ... of emu.parallel.tensor",
                 field="sharding_map",
             )
-        if not any(fnmatchcase(path, pattern) for path in paths):
+        if not any(_fits(path, pattern) for path in paths):
             some = ", ".join(path for path in paths if path)
             raise PlanError(
                 f"the sharding map names {pattern!r}, but {type(model).__name__} has no such module",
                 f"its modules are {some[:200]}{' ...' if len(some) > 200 else ''}",
                 field="sharding_map",
             )
-    out = {}
+    out: dict[str, s.Style] = {}
+    unused = dict.fromkeys(sharding_map)
     for path in paths:
-        style = next((style for pattern, style in sharding_map.items() if fnmatchcase(path, pattern)), None)
-        if style is not None:
-            out[path] = style
+        pattern = next((pattern for pattern in sharding_map if _fits(path, pattern)), None)
+        if pattern is not None:
+            out[path] = sharding_map[pattern]
+            unused.pop(pattern, None)
+    for pattern in unused:
+        raise PlanError(
+            f"the sharding map's {pattern!r} is never used: all its modules are named by patterns before it",
+            "the first pattern that fits a module counts: put the narrower one first",
+            field="sharding_map",
+        )
     return out
+
+
+def _fits(path: str, pattern: str) -> bool:
+    """Whether a pattern names a module; the model itself only by its own name, which is empty."""
+    return fnmatchcase(path, pattern) if path else not pattern

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from emu.parallel.tensor.cuts import Ranges
-from emu.spmd import Group, Layout, Rank
+from emu.spmd import Group, Layout, PlanError, Rank
 
 Kind = Literal["dense", "tokens", "experts"]
 
@@ -39,11 +39,17 @@ class Sharding:
         held: parameter name -> what this rank holds of it.
         shapes: parameter name -> the whole's shape.
         rank: the rank.
+        regions: names of the modules within which ranks compute different parts.
     """
 
     rank: Rank
     held: dict[str, Held] = field(default_factory=dict)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    regions: list[str] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        cut = sum(bool(held.layout.placements) for held in self.held.values())
+        return f"Sharding({cut} of {len(self.held)} parameters cut, on {self.rank!r}; .held tells what of each is here)"
 
     @property
     def layouts(self) -> dict[str, Layout]:
@@ -61,6 +67,25 @@ class Sharding:
             return self.rank.group("edp")
         axes = [axis for axis in mesh.axes if axis in dense_axes or (kind == "tokens" and axis == "tp")]
         return self.rank.group(*axes) if axes else self.rank.group(members=[self.rank.id], label="alone")
+
+    def check_axes(self, axes: Sequence[str]) -> None:
+        """Raises a PlanError for data axes along which ranks hold other parts of a layer, or that leave tokens out."""
+        mesh = self.rank.mesh
+        wrong = next((axis for axis in axes if axis in ("tp", "ep", "etp", "edp", "pp")), None)
+        if wrong is not None:
+            raise PlanError(
+                f"{wrong!r} is no data axis: ranks along it hold parts of the same layers, and need the same rows",
+                f"name those that cut the batch: {[axis for axis in mesh.axes if axis not in ('tp', 'pp')] or 'none'}",
+                field="mesh",
+            )
+        experts = any(held.kind == "experts" for held in self.held.values())
+        left = [axis for axis, n in mesh.axes.items() if axis not in ("tp", "pp", *axes) and n > 1]
+        if experts and left:
+            raise PlanError(
+                f"experts sum their gradients over all ranks of {mesh}, but the data axes {list(axes)} leave {left[0]!r} out",
+                f"name it, so that its ranks get other rows: DataParallel(model, rank, {', '.join(map(repr, [*axes, *left]))})",
+                field="mesh",
+            )
 
     def everyone(self) -> Group:
         """All ranks that hold some of the model: those of the mesh, within a pipeline stage."""

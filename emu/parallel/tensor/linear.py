@@ -21,6 +21,7 @@ from emu.spmd import EmuError, Group, gather_from, reduce_from, reduce_to_shards
 class ColumnLinear(nn.Linear):
     """A linear map of which this rank has some outputs: weight [own out, in], bias [own out]."""
 
+    name: str
     region: Region
     own_region: bool  # whether it is a region by itself
     shared: list[tuple[int, int, Group]]  # outputs that other ranks hold, too, with them
@@ -33,6 +34,7 @@ class ColumnLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., in] -> [..., own out]; all outputs where they are gathered."""
+        _check_width(self.name, input, self.in_features, "a Column reads all")
         if self.own_region:
             entered = self.region.enter(input)
             y = self.region.product(self, entered)
@@ -46,14 +48,21 @@ class ColumnLinear(nn.Linear):
             y = _Repeat.apply(y, self.repeats, self.head_dim)
         if self.gathers is not None:
             y = gather_from(y, self.region.group, -1, self.gathers, name=self.region.name)
+            self.region.closed = True
         return y
 
     def _by_itself(self, input: Tensor) -> Tensor:
         """What came is not what entered the region, but was made of it: autograd follows."""
         if self.shared:
             raise EmuError(
-                f"{self.region.name}: a map with heads that several ranks hold must read what enters its region, unchanged",
+                f"{self.name}: a Column with heads that several ranks hold must read what enters its region, unchanged",
                 "leave the module's input as it is, or mark the module that changes it as the Region",
+            )
+        if self.region.closed:
+            raise EmuError(
+                f"{self.name} reads what a Row, or a gathered Column, of the same Region {self.region.name!r} made whole: the "
+                "gradient that it gives back would be a part",
+                "make a Region of each pair of Column and Row",
             )
         return F.linear(input, self.weight, self.bias)
 
@@ -78,6 +87,7 @@ class RowLinear(nn.Linear):
     """A linear map of which this rank has some inputs: weight [out, own in]; the bias is whole, and added once."""
 
     name: str
+    region: Region | None  # that it lies in
     group: Group
     tokens: TokenCut | None
     scatters: list[int] | None  # inputs of every rank, where this one takes its own from all
@@ -85,7 +95,9 @@ class RowLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """[..., own in] -> [..., out]: all tokens, or under sp this rank's."""
         if self.scatters is not None:
+            _check_width(self.name, input, self.in_features, "Row(scatter=True) reads all")
             input = scatter_to(input, self.group, -1, self.scatters, name=self.name)
+        _check_width(self.name, input, self.weight.shape[1], "a Row reads this rank's part of")
         y = F.linear(input, self.weight)
         if self.tokens is None:
             y = reduce_from(y, self.group, in_place=True, name=self.name)
@@ -93,6 +105,8 @@ class RowLinear(nn.Linear):
             self.tokens.length = y.shape[self.tokens.dim]  # partial sums are of all tokens
             sizes = self.tokens.sizes
             y = reduce_to_shards(y, self.group, self.tokens.dim, sizes if len(set(sizes)) > 1 else None, name=self.name)
+        if self.region is not None:
+            self.region.closed = True
         return y if self.bias is None else y + self.bias
 
     def extra_repr(self) -> str:
@@ -101,11 +115,21 @@ class RowLinear(nn.Linear):
         )
 
 
-def become_column(module: nn.Linear, region: Region, own_region: bool) -> ColumnLinear:
+def _check_width(name: str, input: Tensor, width: int, what: str) -> None:
+    """Raises an EmuError where a linear map was given another number of inputs than it reads."""
+    if input.shape[-1] != width:
+        raise EmuError(
+            f"{name}: {what} {width} inputs, but was given {input.shape[-1]}",
+            "pair the map before it: Column() and then Row(), with the same cut; Column(gather=True) and Row(scatter=True) "
+            "stand by themselves",
+        )
+
+
+def become_column(module: nn.Linear, name: str, region: Region, own_region: bool) -> ColumnLinear:
     """Makes a linear map, whose parameters are cut already, a column-parallel one of a region."""
     made: Any = module
     made.__class__ = ColumnLinear
-    made.region, made.own_region = region, own_region
+    made.name, made.region, made.own_region = name, region, own_region
     made.shared, made.owns, made.repeats, made.head_dim, made.gathers = [], None, None, 0, None
     region.maps.append(made)
     return made
@@ -128,11 +152,11 @@ def share_heads(module: ColumnLinear, ranges: tuple[Ranges, ...], rank: Any, gro
             at = stop
 
 
-def become_row(module: nn.Linear, name: str, group: Group, tokens: TokenCut | None) -> RowLinear:
+def become_row(module: nn.Linear, name: str, group: Group, tokens: TokenCut | None, region: Region | None) -> RowLinear:
     """Makes a linear map, whose weight is cut already, a row-parallel one."""
     made: Any = module
     made.__class__ = RowLinear
-    made.name, made.group, made.tokens, made.scatters = name, group, tokens, None
+    made.name, made.group, made.tokens, made.region, made.scatters = name, group, tokens, region, None
     return made
 
 

@@ -12,6 +12,7 @@ from emu.parallel.tensor.styles import (
     Balance,
     Capacity,
     Column,
+    Dropout,
     Experts,
     Loss,
     Moe,
@@ -32,10 +33,10 @@ def map_of(model: nn.Module) -> ShardingMap:
         PlanError: a model without a map that emu does not know.
     """
     own = getattr(model, "sharding_map", None)
-    if isinstance(own, dict):
+    if own is not None:
         return own
     kinds = [kind.__name__ for kind in type(model).__mro__]
-    if "LlamaForCausalLM" in kinds:
+    if {"LlamaForCausalLM", "MistralForCausalLM"} & {*kinds}:  # whose modules have the same names
         from emu.parallel.tensor.maps_llama import llama_map
 
         return llama_map(model)
@@ -62,6 +63,7 @@ def decoder_map(model: Any) -> ShardingMap:
         "blocks.*.attention.q": Column(q),
         "blocks.*.attention.[kv]": Column(kv),
         "blocks.*.attention.o": Row(q),
+        "blocks.*.attention.dropout": Dropout(own=True),  # of weights of this rank's heads
         "blocks.*.mlp": Region(),
         "blocks.*.mlp.gate": Column(),
         "blocks.*.mlp.up": Column(),

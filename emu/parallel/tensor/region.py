@@ -54,13 +54,21 @@ class Region:
     def __init__(self, name: str, group: Group, tokens: TokenCut | None) -> None:
         self.name, self.group, self.tokens = name, group, tokens
         self.maps: list[Map] = []
+        self.closed = False  # whether parts have become whole again in the forward under way
         self._entered: Tensor | None = None
         self._pass: _Pass | None = None
 
     def enter(self, x: Tensor) -> Tensor:
         """x as every rank of the region sees it, whole: [batch, seq, width]."""
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            what = f"a tensor of {x.dtype}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
+            raise EmuError(
+                f"{self.name}: {what} enters, but a Region's first argument brings its activations",
+                "let the module take its activations first",
+            )
         if self.tokens is not None:
-            self.tokens.check(x, self.name)
+            self.tokens.settle(x, self.name)
+        self.closed = False
         under_way = self._pass = _Pass(self)
         trained = [t for m in self.maps for t in (m.weight, m.bias) if t is not None]
         entered, under_way.ticket = _Enter.apply(x, under_way, *trained)
@@ -105,7 +113,7 @@ class _Pass:
         self.region = region
         self.ticket: Tensor | None = None  # holds the maps' outputs to the entrance in autograd's graph
         self.rows: Tensor | None = None  # what entered: [tokens, width]
-        self.given: dict[int, Tensor] = {}  # gradients of the maps' outputs: [tokens, out]
+        self.given: list[tuple[int, Tensor]] = []  # gradients of the maps' outputs: [tokens, out], one for every call
 
 
 class _Product(Function):
@@ -124,9 +132,7 @@ class _Product(Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         under_way, index = ctx.rest
         grad = under_way.region.maps[index].complete(grad)
-        grad = _rows(grad)
-        before = under_way.given.get(index)
-        under_way.given[index] = grad if before is None else before + grad  # a map that was called twice
+        under_way.given.append((index, _rows(grad)))
         return None, None, None, None
 
 
@@ -155,7 +161,7 @@ class _Enter(Function):
         x, *trained = ctx.saved_tensors
         under_way, region = ctx.under_way, ctx.under_way.region
         group, tokens = region.group, region.tokens
-        given, under_way.given = under_way.given, {}
+        given, under_way.given = under_way.given, []
         weights = any(ctx.needs_input_grad[2:])
         gathering = None
         if tokens is not None and given and weights:
@@ -179,21 +185,24 @@ class _Enter(Function):
         read = gathering.wait() if gathering is not None else x.detach()
         rows = _rows(read)
         out: list[Tensor | None] = [None] * len(trained)
-        for i, grad in given.items():
+        for i, grad in given:
             at, bias = places[i]
             if ctx.needs_input_grad[2 + at]:
-                out[at] = (grad.t() @ rows.to(grad.dtype)).to(trained[at].dtype)
+                out[at] = _added(out[at], (grad.t() @ rows.to(grad.dtype)).to(trained[at].dtype))
             if bias and ctx.needs_input_grad[3 + at]:
-                out[at + 1] = grad.sum(0).to(trained[at + 1].dtype)
+                out[at + 1] = _added(out[at + 1], grad.sum(0).to(trained[at + 1].dtype))
         return (going.wait() if going is not None else None), None, *out
 
 
 def _input_gradient(
-    maps: Sequence[Map], given: dict[int, Tensor], trained: Sequence[Tensor], places: Sequence[tuple[int, bool]]
+    maps: Sequence[Map],
+    given: Sequence[tuple[int, Tensor]],
+    trained: Sequence[Tensor],
+    places: Sequence[tuple[int, bool]],
 ) -> Tensor | None:
     """[tokens, width]: this rank's part of the gradient of what entered, of all maps together."""
     total: Tensor | None = None
-    for i, grad in given.items():
+    for i, grad in given:
         weight = trained[places[i][0]].to(grad.dtype)
         owned = maps[i].owned()
         for start, stop in ((0, len(weight)),) if owned is None else owned:
@@ -208,6 +217,10 @@ def _input_gradient(
 def _uneven(sizes: list[int]) -> list[int] | None:
     """Sizes for a collective: none where they are even."""
     return None if len(set(sizes)) == 1 else sizes
+
+
+def _added(total: Tensor | None, more: Tensor) -> Tensor:
+    return more if total is None else total.add_(more)
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -21,6 +21,11 @@ EVENLY = Even()
 class Region:
     """Within this module ranks compute different parts of the same: what its first argument brings enters once for all.
 
+    Between Column and Row stands what works on each number, or on each head, by itself. What else in it needs parameters is
+    named: Tokens() if it works on parts (a norm of queries, a LoRA's first matrix), Whole() if on what every rank has whole
+    (after the Row). Nothing whole may read what entered (a residual belongs outside), and other arguments do not enter:
+    their gradients stay parts.
+
     Entering: forward nothing (under sp an all-gather along the sequence), backward one all-reduce (a reduce-scatter) of the
     gradients of all Columns below, while their weights' gradients are computed.
 
@@ -81,14 +86,33 @@ class Loss:
 
 @dataclass(frozen=True)
 class Tokens:
-    """Whole on every rank; under sp it sees this rank's tokens only, so its parameters' gradients are summed over tp.
+    """Whole on every rank; under sp, or in a Region, it works on this rank's part, so its gradients are summed over tp.
 
     Args:
         scatter: under sp, what is cut to this rank's tokens first: nothing; the "input" [batch, seq, ...]; or an "index"
             [seq] or [batch, seq], as that of learned positions.
+        gather: under sp, whether its output [batch, seq, ...] becomes whole on every rank again (an all-gather; backward:
+            its own tokens).
     """
 
     scatter: Literal["input", "index"] | None = None
+    gather: bool = False
+
+
+@dataclass(frozen=True)
+class Whole:
+    """Whole on every rank, and works on what every rank has whole: its gradients are complete on each."""
+
+
+@dataclass(frozen=True)
+class Dropout:
+    """A dropout within a Region, where nobody can tell by itself what it drops.
+
+    Args:
+        own: whether ranks hold different parts there, and so draw masks of their own; otherwise one mask for all.
+    """
+
+    own: bool
 
 
 @dataclass(frozen=True)
@@ -123,5 +147,5 @@ class Capacity:
     """The limit of tokens an expert takes of a sequence, which ranks may hold parts of."""
 
 
-Style = Region | Column | Row | Vocab | Loss | Tokens | Moe | Router | Experts | Balance | Capacity
+Style = Region | Column | Row | Vocab | Loss | Tokens | Whole | Dropout | Moe | Router | Experts | Balance | Capacity
 ShardingMap = dict[str, Style]

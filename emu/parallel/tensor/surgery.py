@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 from torch import Tensor, nn
 
 from emu.parallel.tensor import styles as s
+from emu.parallel.tensor.arguments import first_of, with_first
 from emu.parallel.tensor.cuts import Even, Heads, Parts, Ranges, shared_ranges, taken
 from emu.parallel.tensor.held import Held, Kind, Sharding
 from emu.parallel.tensor.linear import become_column, become_row, share_heads
+from emu.parallel.tensor.pairs import check_pairs, check_ties, unnamed
 from emu.parallel.tensor.randomness import become_sharded_dropout, own_randomness, share_generators
 from emu.parallel.tensor.region import Region
 from emu.parallel.tensor.tokens import TokenCut
 from emu.parallel.tensor.vocabulary import become_vocab_cross_entropy, become_vocab_embedding
-from emu.spmd import EmuError, Group, Layout, PlanError, Rank, Slices, gather_from
+from emu.spmd import Group, Layout, PlanError, Rank, Slices, gather_from
 
 
 class Surgery:
@@ -48,7 +49,11 @@ class Surgery:
                 field=axis,
                 nearest=1,
             )
+        if tp.size > 1:
+            check_pairs(model, styles, self.regions)
+            check_ties(model, styles, set(self.cut))
         self._rest()
+        self.done.regions = list(self.regions)
 
     # What is where.
 
@@ -78,10 +83,12 @@ class Surgery:
     def _region(self, path: str, where: str, module: nn.Module, style: s.Region) -> None:
         if self.tp.size == 1:
             return
-        region = self.regions[path] = Region(path, self.tp, self._tokens_at(path))
+        self._alone(path, where)
+        region = self.regions[path] = Region(where, self.tp, self._tokens_at(path))
+        first = first_of(module)
 
         def entering(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            return with_first(module, args, kwargs, region.enter)
+            return with_first(where, first, args, kwargs, region.enter)
 
         def leaving(module: nn.Module, args: Any, out: Any) -> None:
             region.leave()
@@ -98,17 +105,18 @@ class Surgery:
         ranges = style.cut.ranges(self._length(linear.weight, 0), self.tp.size, where)
         region, alone = self._region_at(path), False
         if region is None:
-            region, alone = Region(path, self.tp, self._tokens_at(path)), True
+            region, alone = Region(where, self.tp, self._tokens_at(path)), True
         self._cut(linear.weight, 0, ranges, where)
         if linear.bias is not None:
             self._cut(linear.bias, 0, ranges, where)
-        made = become_column(linear, region, alone)
+        made = become_column(linear, where, region, alone)
         share_heads(made, ranges, self.rank, self.tp)
         if isinstance(style.cut, Heads) and style.cut.role == "kv":
             self._serve(made, style.cut, self.model.get_submodule(path.rpartition(".")[0]))
-        elif isinstance(style.cut, Parts) and made.shared:
+        if made.shared and (style.gather or isinstance(style.cut, Parts)):
+            what = "gathered" if style.gather else "laid out in a fused weight"
             raise PlanError(
-                f"{where}: a fused weight whose {self.tp.size} ranks share key and value heads cannot be laid out",
+                f"{where}: key and value heads that several of {self.tp.size} ranks hold cannot be {what}",
                 "use a divisor of the key and value heads as tp, or separate projections",
                 field="mesh",
             )
@@ -137,7 +145,7 @@ class Surgery:
             return
         ranges = style.cut.ranges(self._length(linear.weight, 1), self.tp.size, where)
         self._cut(linear.weight, 1, ranges, where)
-        made = become_row(linear, path, self.tp, self._tokens_at(path))
+        made = become_row(linear, where, self.tp, self._tokens_at(path), self._region_at(path))
         if style.scatter:
             made.scatters = [sum(b - a for a, b in some) for some in ranges]
         if linear.bias is not None:
@@ -156,43 +164,79 @@ class Surgery:
         if self.tp.size > 1:
             become_vocab_cross_entropy(module, self.tp, style.vocab)
 
-    def _whole_module(self, path: str, where: str, module: nn.Module, style: s.Tokens | s.Router) -> None:
-        tokens = self._tokens_at(path)
-        scatter = getattr(style, "scatter", None)
+    def _parts(self, path: str, where: str, module: nn.Module, style: s.Tokens | s.Router) -> None:
+        tokens, scatter = self._tokens_at(path), getattr(style, "scatter", None)
+        partial = self.tp.size > 1 and (tokens is not None or self._region_at(path) is not None)
         for p in module.parameters(recurse=scatter != "input"):
-            self._whole(p, "tokens" if tokens is not None else "dense")
-        if scatter is None or tokens is None:
+            self._whole(p, "tokens" if partial else "dense")
+        if tokens is None:
             return
+        first = first_of(module)
 
         def cutting(module: nn.Module, args: Any, kwargs: Any) -> Any:
             if scatter == "input":
-                return with_first(module, args, kwargs, lambda x: tokens.scatter(x, path))
-            return with_first(module, args, kwargs, lambda x: tokens.own(x, -1))
+                return with_first(where, first, args, kwargs, lambda x: tokens.scatter(x, where))
+            return with_first(where, first, args, kwargs, lambda x: tokens.own(x, -1))
 
-        module.register_forward_pre_hook(cutting, with_kwargs=True, prepend=True)
+        def joining(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+            tokens.settle(out, where)
+            return gather_from(out, self.tp, tokens.dim, tokens.sizes, name=where)
+
+        if scatter is not None:
+            module.register_forward_pre_hook(cutting, with_kwargs=True, prepend=True)
+        if getattr(style, "gather", False):
+            module.register_forward_hook(joining)
+
+    def _whole_module(self, path: str, where: str, module: nn.Module, style: s.Whole) -> None:
+        for p in module.parameters():
+            self._whole(p, "dense")
+
+    def _dropout(self, path: str, where: str, module: nn.Module, style: s.Dropout) -> None:
+        if style.own and self.tp.size > 1:
+            become_sharded_dropout(module, self.tp)
 
     # Experts.
 
     def _moe(self, path: str, where: str, module: nn.Module, style: s.Moe) -> None:
         if self.tp.size == 1:
             return
+        self._alone(path, where)
         tokens = self.below[path] = self.tokens or TokenCut(self.tp)
-        if self.tokens is not None:
-            return
+        first, whole = first_of(module), self.tokens is None
+
+        def settled(x: Any) -> Any:
+            tokens.settle(x, where)
+            return x
 
         def cutting(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            return with_first(module, args, kwargs, lambda x: tokens.scatter(x, path))
+            return with_first(where, first, args, kwargs, (lambda x: tokens.scatter(x, path)) if whole else settled)
 
         def joining(module: nn.Module, args: Any, out: Tensor) -> Tensor:
             return gather_from(out, self.tp, tokens.dim, tokens.sizes, name=path)
 
         module.register_forward_pre_hook(cutting, with_kwargs=True)
-        module.register_forward_hook(joining)
+        if whole:
+            module.register_forward_hook(joining)
+
+    def _alone(self, path: str, where: str) -> None:
+        """Raises a PlanError where a module lies in a Region, whose parts it would take for the whole."""
+        if (around := self._region_at(path)) is not None:
+            raise PlanError(
+                f"{where} lies in the Region {around.name!r}",
+                "regions, and mixtures of experts, do not lie within each other: name the inner ones only",
+                field="sharding_map",
+            )
 
     def _experts(self, path: str, where: str, module: nn.Module, style: s.Experts) -> None:
         from emu.parallel.expert import become_expert_parallel, expert_layouts
 
         self.has_experts = True
+        if self.tp.size > 1 and self._moe_of(path) is None:
+            raise PlanError(
+                f"{where}: under tp={self.tp.size} experts would see every token {self.tp.size} times",
+                "name the mixture around them, which cuts the tokens: Moe()",
+                field="sharding_map",
+            )
         ep, etp = self.rank.group("ep"), self.rank.group("etp")
         layouts = expert_layouts(module, ep.size, etp.size, style.columns, style.rows, where)
         for name, p in module.named_parameters(recurse=False):
@@ -218,6 +262,12 @@ class Surgery:
 
     def _length(self, p: Tensor, dim: int) -> int:
         """Of the whole parameter: a tied one may be cut already."""
+        if id(p) not in self.names:
+            raise PlanError(
+                f"a weight of shape {tuple(p.shape)} is computed from parameters (weight_norm, spectral_norm, ...)",
+                "cut plain linear layers, or leave this one whole",
+                field="sharding_map",
+            )
         return self.done.shapes[self.names[id(p)]][dim]
 
     def _cut(self, p: Tensor, dim: int, ranges: tuple[Ranges, ...], where: str) -> None:
@@ -251,18 +301,23 @@ class Surgery:
     def _rest(self) -> None:
         """Modules that the map says nothing of: whole on every rank. Where ranks see different tokens that would be wrong."""
         for path, module in self.model.named_modules():
-            drops = isinstance(module, nn.modules.dropout._DropoutNd)
-            if drops and self.tp.size > 1 and (self._region_at(path) is not None or self._tokens_at(path) is not None):
-                become_sharded_dropout(module, self.tp)
+            region, tokens = self._region_at(path), self._tokens_at(path)
+            if isinstance(module, nn.modules.dropout._DropoutNd) and module.p and path not in self.styles:
+                if region is not None:
+                    raise unnamed(
+                        f"{path}, a dropout,", region.name, "Dropout(own=True) if it drops parts, own=False if not"
+                    )
+                if tokens is not None and self.tp.size > 1:
+                    become_sharded_dropout(module, self.tp)
             for name, p in module.named_parameters(recurse=False):
                 if self.names[id(p)] in self.done.held:
                     continue
-                if self._tokens_at(path) is not None and self.tp.size > 1:
-                    where = f"{path}.{name}" if path else name
-                    raise PlanError(
-                        f"{where} sees this rank's tokens only, but the sharding map says nothing of {path or 'the model'!r}",
-                        "name the module: Tokens() if it is whole on every rank",
-                        field="sharding_map",
+                if self.tp.size > 1 and p.requires_grad and (tokens is not None or region is not None):
+                    index = 'Tokens(scatter="index") for positions, ' if isinstance(module, nn.Embedding) else ""
+                    raise unnamed(
+                        f"{path}.{name}" if path else name,
+                        region.name if region is not None else "",
+                        f"{index}Tokens() if it works on this rank's part, Whole() if on what every rank has whole",
                     )
                 self._whole(p, "dense")
 
@@ -273,8 +328,10 @@ _HOW: dict[type, Any] = {
     s.Row: Surgery._row,
     s.Vocab: Surgery._vocab,
     s.Loss: Surgery._loss,
-    s.Tokens: Surgery._whole_module,
-    s.Router: Surgery._whole_module,
+    s.Tokens: Surgery._parts,
+    s.Router: Surgery._parts,
+    s.Whole: Surgery._whole_module,
+    s.Dropout: Surgery._dropout,
     s.Moe: Surgery._moe,
     s.Experts: Surgery._experts,
     s.Balance: Surgery._balance,
@@ -295,19 +352,6 @@ def _not_a(where: str, module: nn.Module, style: str, what: str) -> PlanError:
         "name the linear maps themselves, and plain ones: a model is cut once",
         field="sharding_map",
     )
-
-
-def with_first(module: nn.Module, args: Any, kwargs: Any, change: Any) -> Any:
-    """Arguments of a call, with the first one changed, however it was passed."""
-    if args:
-        return (change(args[0]), *args[1:]), kwargs
-    name = next(iter(inspect.signature(module.forward).parameters))
-    if name not in kwargs:
-        raise EmuError(
-            f"{type(module).__name__} was called without its first argument {name!r}",
-            "pass it; a Region cuts what it brings",
-        )
-    return args, {**kwargs, name: change(kwargs[name])}
 
 
 def _within(module: nn.Module, context: Any) -> None:

@@ -18,6 +18,7 @@ class TokenCut:
 
     def __init__(self, group: Group) -> None:
         self.group, self.dim, self.length = group, 1, 0
+        self._seen: dict[int, int] = {}  # tokens of this rank -> of the whole, the last time
 
     @property
     def sizes(self) -> list[int]:
@@ -35,13 +36,22 @@ class TokenCut:
         self.length = x.shape[self.dim]
         return scatter_to(x, self.group, self.dim, self.sizes, name=name)
 
-    def check(self, x: Tensor, where: str) -> None:
-        """Raises an EmuError for activations that are not this rank's tokens."""
+    def settle(self, x: Tensor, where: str) -> None:
+        """These are this rank's tokens. A recomputation may be of another forward than the last one, with another length.
+
+        Raises:
+            EmuError: activations that are not this rank's tokens.
+        """
         mine = self.sizes[self.group.rank]
-        if x.dim() <= self.dim or x.shape[self.dim] != mine:
+        given = x.shape[self.dim] if x.dim() > self.dim else -1
+        if given == mine and self.length:
+            self._seen[mine] = self.length
+        elif given in self._seen:
+            self.length = self._seen[given]
+        else:
             raise EmuError(
                 f"{where}: under sp rank {self.group.rank} of {self.group.label!r} has {mine} of {self.length} tokens, but was "
                 f"given {tuple(x.shape)}",
-                "cut the sequence first: Vocab() at the embedding, or Tokens(scatter='input') at the first module that "
-                "works on tokens alone; activations are [batch, seq, width]",
+                "cut the sequence first: Vocab() at the embedding, or Tokens(scatter='input') at the first module that works on "
+                "tokens alone; activations are [batch, seq, width]",
             )
