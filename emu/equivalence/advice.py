@@ -127,8 +127,14 @@ def say_names(wrong: Sequence[Difference], ours: Mapping[str, Tensor], theirs: M
     return ""
 
 
-def say_where(wrong: Sequence[Difference], theirs: Mapping[str, Tensor]) -> str:
+def say_where(wrong: Sequence[Difference], theirs: Mapping[str, Tensor], mesh: Mesh) -> str:
     """Where to look first, when the differences have no simple form."""
+    if mesh.axes.get("tp", 1) == mesh.size > 1:  # nothing but layers is cut
+        return (
+            "look at how layers are cut: between Column and Row may stand only what works on each number, or each head, by "
+            "itself; fused weights are cut part by part (fused_qkv, fused_gate_up); what is whole in a Region is Whole(), and "
+            "a residual stays outside of it"
+        )
     if any(d.name == "loss" for d in wrong):
         return (
             "the loss is wrong already, so begin there: does every rank get its own rows, all rows once, and is the sum "

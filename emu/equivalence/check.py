@@ -164,7 +164,7 @@ def _advice(
         return "find the first operation that overflows, or use a batch and weights that do not"
     if factor := common_factor(wrong, ours, right):
         return say_factor(factor, mesh)
-    return (rounding() if may_be_rounding(wrong) else "") or say_where(wrong, right)
+    return (rounding() if may_be_rounding(wrong) else "") or say_where(wrong, right, mesh)
 
 
 def _in_float64(single: Program, alone: Mesh, program: Program, mesh: Mesh, args: Sequence[Any]) -> str:

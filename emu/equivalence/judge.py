@@ -91,7 +91,7 @@ def _what(wrong: list[Difference], worst: Difference, verdict: Verdict) -> str:
     if not n:
         others = f"; the other {count_of(of, 'tensor')} agree" if of > 1 else "; the other tensor agrees" if of else ""
         return f"the {first.name} differs ({_size(first)}){others}"
-    loss = "the loss and " if n < len(wrong) else ""
+    loss = f"the {next(d.name for d in wrong if is_loss(d.name))} and " if n < len(wrong) else ""
     text = f"{loss}{n} of {count_of(of, 'tensor')} {'differ' if n > 1 or loss else 'differs'}, "
     text += f"first {first.name!r} ({_size(first)})"
     return text + (f", most {worst.name!r} ({_size(worst)})" if worst.name != first.name else "")

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from emu.parallel.tensor import mixtures
 from emu.parallel.tensor import styles as s
 from emu.parallel.tensor.arguments import first_of, with_first
 from emu.parallel.tensor.cuts import Even, Heads, Parts, Ranges, shared_ranges, taken
@@ -57,16 +58,16 @@ class Surgery:
 
     # What is where.
 
-    def _moe_of(self, path: str) -> str | None:
+    def moe_of(self, path: str) -> str | None:
         """The mixture of experts that a module is, or lies in."""
         return next((p for p in self.below if path == p or path.startswith(f"{p}.")), None)
 
-    def _tokens_at(self, path: str) -> TokenCut | None:
+    def tokens_at(self, path: str) -> TokenCut | None:
         """How tokens are cut where this module works; None: every rank has all."""
-        moe = self._moe_of(path)
+        moe = self.moe_of(path)
         return self.below[moe] if moe is not None else self.tokens
 
-    def _region_at(self, path: str) -> Region | None:
+    def region_at(self, path: str) -> Region | None:
         """The region that a module lies in: the innermost."""
         around = [p for p in self.regions if path == p or path.startswith(f"{p}.")]
         return self.regions[max(around, key=len)] if around else None
@@ -83,8 +84,8 @@ class Surgery:
     def _region(self, path: str, where: str, module: nn.Module, style: s.Region) -> None:
         if self.tp.size == 1:
             return
-        self._alone(path, where)
-        region = self.regions[path] = Region(where, self.tp, self._tokens_at(path))
+        self.refuse_inner(path, where)
+        region = self.regions[path] = Region(where, self.tp, self.tokens_at(path))
         first = first_of(module)
 
         def entering(module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -103,9 +104,9 @@ class Surgery:
         if self.tp.size == 1:
             return
         ranges = style.cut.ranges(self._length(linear.weight, 0), self.tp.size, where)
-        region, alone = self._region_at(path), False
+        region, alone = self.region_at(path), False
         if region is None:
-            region, alone = Region(where, self.tp, self._tokens_at(path)), True
+            region, alone = Region(where, self.tp, self.tokens_at(path)), True
         self._cut(linear.weight, 0, ranges, where)
         if linear.bias is not None:
             self._cut(linear.bias, 0, ranges, where)
@@ -145,7 +146,7 @@ class Surgery:
             return
         ranges = style.cut.ranges(self._length(linear.weight, 1), self.tp.size, where)
         self._cut(linear.weight, 1, ranges, where)
-        made = become_row(linear, where, self.tp, self._tokens_at(path), self._region_at(path))
+        made = become_row(linear, where, self.tp, self.tokens_at(path), self.region_at(path))
         if style.scatter:
             made.scatters = [sum(b - a for a, b in some) for some in ranges]
         if linear.bias is not None:
@@ -165,8 +166,8 @@ class Surgery:
             become_vocab_cross_entropy(module, self.tp, style.vocab)
 
     def _parts(self, path: str, where: str, module: nn.Module, style: s.Tokens | s.Router) -> None:
-        tokens, scatter = self._tokens_at(path), getattr(style, "scatter", None)
-        partial = self.tp.size > 1 and (tokens is not None or self._region_at(path) is not None)
+        tokens, scatter = self.tokens_at(path), getattr(style, "scatter", None)
+        partial = self.tp.size > 1 and (tokens is not None or self.region_at(path) is not None)
         for p in module.parameters(recurse=scatter != "input"):
             self._whole(p, "tokens" if partial else "dense")
         if tokens is None:
@@ -195,64 +196,14 @@ class Surgery:
         if style.own and self.tp.size > 1:
             become_sharded_dropout(module, self.tp)
 
-    # Experts.
-
-    def _moe(self, path: str, where: str, module: nn.Module, style: s.Moe) -> None:
-        if self.tp.size == 1:
-            return
-        self._alone(path, where)
-        tokens = self.below[path] = self.tokens or TokenCut(self.tp)
-        first, whole = first_of(module), self.tokens is None
-
-        def settled(x: Any) -> Any:
-            tokens.settle(x, where)
-            return x
-
-        def cutting(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            return with_first(where, first, args, kwargs, (lambda x: tokens.scatter(x, path)) if whole else settled)
-
-        def joining(module: nn.Module, args: Any, out: Tensor) -> Tensor:
-            return gather_from(out, self.tp, tokens.dim, tokens.sizes, name=path)
-
-        module.register_forward_pre_hook(cutting, with_kwargs=True)
-        if whole:
-            module.register_forward_hook(joining)
-
-    def _alone(self, path: str, where: str) -> None:
+    def refuse_inner(self, path: str, where: str) -> None:
         """Raises a PlanError where a module lies in a Region, whose parts it would take for the whole."""
-        if (around := self._region_at(path)) is not None:
+        if (around := self.region_at(path)) is not None:
             raise PlanError(
                 f"{where} lies in the Region {around.name!r}",
                 "regions, and mixtures of experts, do not lie within each other: name the inner ones only",
                 field="sharding_map",
             )
-
-    def _experts(self, path: str, where: str, module: nn.Module, style: s.Experts) -> None:
-        from emu.parallel.expert import become_expert_parallel, expert_layouts
-
-        self.has_experts = True
-        if self.tp.size > 1 and self._moe_of(path) is None:
-            raise PlanError(
-                f"{where}: under tp={self.tp.size} experts would see every token {self.tp.size} times",
-                "name the mixture around them, which cuts the tokens: Moe()",
-                field="sharding_map",
-            )
-        ep, etp = self.rank.group("ep"), self.rank.group("etp")
-        layouts = expert_layouts(module, ep.size, etp.size, style.columns, style.rows, where)
-        for name, p in module.named_parameters(recurse=False):
-            self.done.held[self.names[id(p)]] = Held(layouts[name], "experts")
-        become_expert_parallel(module, ep, etp, style.columns, style.rows, where)
-
-    def _balance(self, path: str, where: str, module: nn.Module, style: s.Balance) -> None:
-        from emu.parallel.expert import become_shared_balance
-
-        data = [axis for axis in self.rank.mesh.axes if axis not in ("pp", "tp")]
-        become_shared_balance(module, self.tp, self.rank.group(*data) if data else None)
-
-    def _capacity(self, path: str, where: str, module: nn.Module, style: s.Capacity) -> None:
-        from emu.parallel.expert import become_shared_capacity
-
-        become_shared_capacity(module, self.tp, self._tokens_at(path))
 
     # The rest of the model.
 
@@ -301,7 +252,7 @@ class Surgery:
     def _rest(self) -> None:
         """Modules that the map says nothing of: whole on every rank. Where ranks see different tokens that would be wrong."""
         for path, module in self.model.named_modules():
-            region, tokens = self._region_at(path), self._tokens_at(path)
+            region, tokens = self.region_at(path), self.tokens_at(path)
             if isinstance(module, nn.modules.dropout._DropoutNd) and module.p and path not in self.styles:
                 if region is not None:
                     raise unnamed(
@@ -332,10 +283,10 @@ _HOW: dict[type, Any] = {
     s.Router: Surgery._parts,
     s.Whole: Surgery._whole_module,
     s.Dropout: Surgery._dropout,
-    s.Moe: Surgery._moe,
-    s.Experts: Surgery._experts,
-    s.Balance: Surgery._balance,
-    s.Capacity: Surgery._capacity,
+    s.Moe: mixtures.moe,
+    s.Experts: mixtures.experts,
+    s.Balance: mixtures.balance,
+    s.Capacity: mixtures.capacity,
 }
 
 
