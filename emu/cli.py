@@ -7,7 +7,6 @@ import sys
 import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
-from math import prod
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,6 +21,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 SEQ = 32  # tokens in a sequence, where nobody says
+ANY_VERIFY = {"model", "program", "reference", "mesh", "tier", "mutants", "as_json", "help"}  # not of plans alone
 TOO_LARGE = 300_000_000  # parameters that are still verified with real numbers on a laptop
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output, and nothing else there.")]
 
@@ -76,6 +76,7 @@ def demo(
 
 @app.command()
 def verify(
+    context: typer.Context,
     model: Annotated[str | None, typer.Option(help="A model by name, or FILE.py:FUNC that returns a module.")] = None,
     program: Annotated[str | None, typer.Option(help="FILE.py:FUNC, a program(rank).")] = None,
     reference: Annotated[str | None, typer.Option(help="FILE.py:FUNC, the same on one device.")] = None,
@@ -125,6 +126,7 @@ def verify(
             tick(next(count))
 
         if program is not None and reference is not None and model is None:
+            _refuse_with_program(context)
             checked = (load(program), Mesh(**parse_mesh(mesh)), load(reference))
             verdict = check(*checked, tier=tier, mutants=mutants, progress=progress)
         elif model is not None and program is None and reference is None:
@@ -146,6 +148,11 @@ def verify(
                 precision,
                 seed,
             )
+            if tier == "float32" and precision != "fp32" and _given(context, "precision"):
+                raise EmuError(
+                    f"--tier float32 computes everything in float32, and --precision {precision} asks for another",
+                    "leave out --precision, or --tier: the exact tier checks any precision",
+                )
             verdict = verify_plan(make, plan, None, tier, mutants, progress)
         else:
             raise EmuError(
@@ -243,9 +250,29 @@ def _cut(text: str, most: int = 200) -> str:
     return text if len(text) <= most else text[: most - 3] + "..."
 
 
+def _given(context: typer.Context, name: str) -> bool:
+    """Whether the user wrote a parameter of this name, and did not leave it to its default."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name != "DEFAULT"
+
+
+def _refuse_with_program(context: typer.Context) -> None:
+    """Raises an EmuError for an option that describes a plan: a program decides all that itself."""
+    from emu.spmd import EmuError
+
+    for option in context.command.params:
+        if option.name not in ANY_VERIFY and option.name and _given(context, option.name):
+            flag = option.opts[0]
+            raise EmuError(
+                f"{flag} goes with --model, and a program of your own would not hear of it",
+                f"leave out {flag}, and write it into the program and the reference",
+            )
+
+
 def _refuse_with_real(simulated: dict[str, str], axes: dict[str, int], n: int | None) -> None:
     from emu.real.launch import under_torchrun
-    from emu.spmd import EmuError
+    from emu.spmd import EmuError, Mesh
+    from emu.trace.units import count_text
 
     if simulated:
         option = next(iter(simulated))
@@ -258,10 +285,11 @@ def _refuse_with_real(simulated: dict[str, str], axes: dict[str, int], n: int | 
             "--real starts processes of its own, and this one was already started by torchrun",
             "use emu run --real by itself, or torchrun with a file that calls emu.launch",
         )
-    if n is not None and n != prod(axes.values()):
+    ranks = Mesh(**axes).size  # ep and etp fold them
+    if n is not None and n != ranks:
         mesh = ",".join(f"{axis}={size}" for axis, size in axes.items())
         raise EmuError(
-            f"-n {n} processes for the {prod(axes.values())} ranks of --mesh {mesh}", "leave one of them out"
+            f"-n {n} processes for the {count_text(ranks, 'rank')} of --mesh {mesh}", "leave one of them out"
         )
 
 

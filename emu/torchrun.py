@@ -34,7 +34,7 @@ def run_real(program: str, axes: dict[str, int], precision: str | None, save: Pa
     """Runs FILE.py:FUNC in one process a rank, and returns what every rank returned, as JSON.
 
     Args:
-        axes: of the mesh, outermost first; their product is the number of processes.
+        axes: of the mesh, outermost first, and ep and etp, which fold its ranks.
         save: where rank 0 writes its side of the run.
         quiet: what the program prints goes to standard error.
 
@@ -42,20 +42,19 @@ def run_real(program: str, axes: dict[str, int], precision: str | None, save: Pa
         RealFailure: the program failed on some rank, or the processes could not be started.
         KeyboardInterrupt: the user stopped it.
     """
-    from math import prod
-
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    from emu.spmd import Mesh
+
     with tempfile.TemporaryDirectory(prefix="emu-") as folder:
         job = {"program": program, "axes": axes, "precision": precision, "save": save and str(save), "quiet": quiet}
         Path(folder, "job.json").write_text(json.dumps(job))
-        n = prod(axes.values())
         launched = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
-            nproc_per_node=n,
+            nproc_per_node=Mesh(**axes).size,
             run_id=uuid.uuid4().hex,
             rdzv_backend="c10d",
             rdzv_endpoint="localhost:0",
