@@ -75,7 +75,10 @@ class Plan:
             if field == "micro_batch" and value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise PlanError(f"{field}={value!r} is not a whole number of at least 1", f"say {field}=8", field=field)
+                usual = 1 if field in FOLDS else 8
+                raise PlanError(
+                    f"{field}={value!r} is not a whole number of at least 1", f"say {field}={usual}", field=field
+                )
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:
             raise PlanError(f"seed={self.seed!r} is not a whole number from 0 to 2**63 - 1", "say seed=0", field="seed")
         for field in ("reshard_after_forward", "sp"):
@@ -126,9 +129,15 @@ class Plan:
         if ranks % inner:
             fits = [n for n in range(1, ranks + 1) if not ranks % n]
             nearest = min(fits, key=lambda n: abs(n - inner))
+            where = f"{ranks} ranks of mesh={self.mesh}"
+            how = f"choose ep * etp among the divisors of {ranks}; {nearest} is the nearest"
+            if ranks == 1:
+                same = ",".join(f"{axis}={getattr(self, axis)}" for axis in FOLDS if getattr(self, axis) > 1)
+                where = f"one rank of mesh={self.mesh or 'dp=1'}: ep and etp multiply no devices"
+                how = f"leave them out, or share out the ranks of another axis: mesh=dp={inner},{same}"
             raise PlanError(
-                f"ep={self.ep} x etp={self.etp} = {inner} does not divide the {ranks} ranks of mesh={self.mesh}",
-                f"choose ep * etp among the divisors of {ranks}; {nearest} is the nearest",
+                f"ep={self.ep} x etp={self.etp} = {inner} does not divide the {where}",
+                how,
                 field="ep" if self.ep > 1 else "etp",
                 nearest=nearest,
             )

@@ -45,6 +45,29 @@ def test_an_impossible_field_is_named(field, value):
     assert error.value.field == field and repr(value) in str(error.value) and error.value.hint
 
 
+@pytest.mark.parametrize(("field", "usual"), [("ep", 1), ("etp", 1), ("seq", 8)])
+def test_what_to_say_instead_of_an_impossible_field_can_be_said(field, usual):
+    with pytest.raises(PlanError, match=f"{field}=0 ") as error:
+        emu.Plan("dp=2", **{field: 0})
+    assert error.value.hint == f"say {field}={usual}"
+    emu.Plan("dp=2", **{field: usual})
+
+
+@pytest.mark.parametrize(
+    ("mesh", "fields", "says", "hint", "better"),
+    [
+        ("ep=2", {}, "does not divide the one rank of mesh=dp=1: ep and etp multiply", "mesh=dp=2,ep=2", "dp=2,ep=2"),
+        ("dp=1", {"ep": 2, "etp": 3}, "one rank of mesh=dp=1", "mesh=dp=6,ep=2,etp=3", "dp=6,ep=2,etp=3"),
+        ("dp=4", {"ep": 3}, "does not divide the 4 ranks of mesh=dp=4", "among the divisors of 4; 2 is", "dp=4,ep=2"),
+    ],
+)
+def test_experts_shared_out_over_more_ranks_than_there_are_say_which_mesh_would_do(mesh, fields, says, hint, better):
+    with pytest.raises(PlanError, match=says) as error:
+        emu.Plan(mesh, **fields)
+    assert hint in error.value.hint and "1 ranks" not in str(error.value)
+    emu.Plan(better)
+
+
 @given(st.integers(0, 2**63 - 1))
 def test_every_other_seed_is_one_of_torchs(seed):
     torch.manual_seed(emu.Plan(seed=seed).seed)
