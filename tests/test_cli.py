@@ -515,7 +515,7 @@ def test_real_processes_that_fail_give_one_object_too(programs, tmp_path):
 def readme(tmp_path: Path) -> Path:
     """A folder with the Python blocks of README.md as files, program.py for two ranks."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
-    names = ("program", "ask", "train", "inside", "cuts", "stock")
+    names = ("program", "ask", "train", "inside", "cuts", "stock", "experts")
     assert len(blocks) == len(names)  # each is run below
     for name, block in zip(names, blocks):
         (tmp_path / f"{name}.py").write_text(block.replace("dp=8", "dp=2") if name == "program" else block)
@@ -537,6 +537,15 @@ def test_the_readme_says_what_its_cuts_send(readme):
     ).read_text().replace("\n", " ")
     for line in (paired, unpaired):
         assert "equivalent in tier exact: 4 tensors agree bit for bit" in line and "NOT" not in line
+
+
+def test_the_readme_says_what_its_closed_forms_give(readme):
+    text = (ROOT / "README.md").read_text().replace("\n", " ")
+    ep, tp, imbalance, tokens = (float(n) for n in shell("experts", cwd=readme).stdout.split())
+    assert f"sends {ep:,.0f} bytes a step with expert parallelism and {tp:,.0f} with tensor parallelism" in text
+    assert (
+        f"up to an imbalance of {imbalance:.2f}, and communicates less long from {tokens:.0f} tokens a rank on" in text
+    )
 
 
 def test_the_readme_verifies_the_stock_llama(readme):
