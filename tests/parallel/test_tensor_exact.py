@@ -120,6 +120,21 @@ def test_every_mutant_of_tensor_parallelism_is_killed(sp):
     assert verdict and verdict.mutants_killed + verdict.mutants_equivalent == verdict.mutants > 20, str(verdict)
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("more", "plan"),
+    [
+        ({}, Plan("dp=2,tp=2", sp=True, ep=2, etp=2, global_batch=3, seq=4)),
+        ({"balance_over": "batch", "capacity": 1.0}, Plan("dp=2,tp=2", ep=4, global_batch=3, seq=4, zero=3)),
+    ],
+)
+def test_every_mutant_of_expert_parallelism_is_killed(more, plan):
+    config = Config(layers=1, width=8, heads=4, kv_heads=2, head_dim=2, ffn=6, vocab=11, seq=4, positions="rotary",
+                    activation="swiglu", experts=4, balance=0.1, shared_ffn=5, **more)  # fmt: skip
+    verdict = verify(lambda: GPT(config, seed=0), plan, mutants="all")
+    assert verdict and verdict.mutants_killed > 80, str(verdict)
+
+
 def test_without_the_reduction_where_a_region_is_entered_the_check_fails(monkeypatch):
     """The negative control: gradients of norms and of what lies before a region are this rank's part alone."""
 

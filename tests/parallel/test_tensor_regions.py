@@ -20,6 +20,7 @@ from emu.parallel.tensor import (
     Tokens,
     Vocab,
     Whole,
+    fused_qkv,
 )
 from emu.spmd import EmuError, PlanError
 
@@ -321,6 +322,29 @@ def test_what_cannot_be_cut_so_is_refused_with_its_name(make, sharding_map, said
     with pytest.raises(PlanError) as error:
         cut(make, sharding_map)
     assert said in error.value.message and error.value.hint
+
+
+def test_a_fused_weight_whose_heads_ranks_share_cannot_be_laid_out():
+    with pytest.raises(
+        PlanError, match=r"that several of 4 ranks hold cannot be laid out in a fused weight\n.*separate"
+    ):
+        cut(lambda: nn.Linear(6, 4 + 2 + 2), {"": Column(fused_qkv(4, 2, 1), gather=False)}, tp=4)
+
+
+def test_shared_heads_read_what_enters_as_it_is():
+    config = Config(layers=1, width=8, heads=4, kv_heads=2, head_dim=2, ffn=6, vocab=11, seq=4)
+
+    def program(rank):
+        model = GPT(config, seed=0)
+        key = model.blocks[0].attention.k
+        key.register_forward_pre_hook(lambda module, args: (args[0] * 1.0,))
+        dist = DataParallel(model, rank, sharding=shard_model(model, rank))
+        dist.loss_sum(torch.zeros(1, 4, dtype=torch.long), torch.zeros(1, 4, dtype=torch.long))
+
+    with pytest.raises(
+        EmuError, match=r"attention.k: a Column with heads that several ranks hold must read what enters"
+    ):
+        emu.launch(program, emu.Mesh(tp=4))
 
 
 def test_experts_under_tp_need_their_mixture_named():
