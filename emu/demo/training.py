@@ -10,7 +10,7 @@ import torch
 
 from emu.models import Config, Decoder
 from emu.parallel import Batch, DataParallel, shard_model
-from emu.parallel.expert import gathered
+from emu.parallel.expert import keep_routing, routing_of
 from emu.spmd import Mesh, Rank, grads
 
 RANKS = 8
@@ -61,7 +61,8 @@ STRATEGIES = {
 
 
 class Trained(NamedTuple):
-    """Losses [steps]; and, where experts are shared out, sent[i][j]: the copies of tokens that rank i sent to rank j."""
+    """Losses [steps]; and, where experts are shared out, sent[i][j]: the copies of tokens that rank i sent to rank j
+    in the first layer."""
 
     losses: torch.Tensor
     sent: tuple[tuple[int, ...], ...] | None
@@ -83,9 +84,8 @@ def train(
 ) -> Trained:
     """An ordinary training loop; every rank runs it."""
     dist = distributed(rank, model_config, strategy)
-    experts: Any = dist.model.get_submodule("blocks.0.moe.experts") if "ep" in strategy.axes else None
-    if experts is not None:
-        experts.keeps_routing = True
+    if "ep" in strategy.axes:
+        keep_routing(dist.model)
     optimizer = dist.optimizer(torch.optim.AdamW, lr=3e-3, foreach=True)
     losses = []
     for step, batch in enumerate(data):
@@ -97,8 +97,10 @@ def train(
         if rank == 0:
             tick(step)
     rank.mark("end")
-    sent = gathered(experts.routing, rank.group("ep")).sent if experts is not None else None
-    return Trained(torch.stack(losses), sent)
+    if "ep" not in strategy.axes:
+        return Trained(torch.stack(losses), None)
+    first = routing_of(dist.model, rank.group("ep"))["blocks.0.moe.experts"]
+    return Trained(torch.stack(losses), first.sent)
 
 
 def one_step(rank: Rank, model_config: Config, batch: Batch, strategy: Strategy) -> Any:
