@@ -257,8 +257,7 @@ def test_scenario_43_a_gradient_of_each_ranks_own_loss_alone_is_told(monkeypatch
 
 def test_scenario_43_counts_of_a_ranks_own_tokens_are_told(monkeypatch):
     data = Choices()
-    monkeypatch.setattr(balancing, "become_shared_balance", lambda *_: None)
-    monkeypatch.setattr("emu.parallel.expert.become_shared_balance", lambda *_: None)
+    monkeypatch.setattr("emu.parallel.tensor.mixtures.become_shared_balance", lambda *_: None)
     found = data.found(3, "batch")[0]
     assert near(found, data.right("sequence")) and not near(found, data.right("batch"))  # a rank has one sequence
 
