@@ -10,7 +10,7 @@ from torch import nn
 
 from emu.parallel.data import DataParallel
 from emu.parallel.tensor import shard_model
-from emu.parallel.wrapping import checked_options
+from emu.parallel.wrapping import checked_options, divisors
 from emu.spmd import EmuError, Mesh, PlanError, Precision, Rank
 from emu.spmd.precision import PRESETS
 
@@ -127,7 +127,7 @@ class Plan:
             )
         ranks, inner = prod(axes.values()), self.ep * self.etp
         if ranks % inner:
-            fits = [n for n in range(1, ranks + 1) if not ranks % n]
+            fits = divisors(ranks)
             nearest = min(fits, key=lambda n: abs(n - inner))
             where = f"{ranks} ranks of mesh={self.mesh}"
             how = f"choose ep * etp among the divisors of {ranks}; {nearest} is the nearest"

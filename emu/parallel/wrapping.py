@@ -55,7 +55,7 @@ def checked_options(
                 f"{name}={value!r} is not a whole number of at least {least}", f"say {name}={least}", field=name
             )
     if ranks % replicate:
-        fits = [n for n in range(1, ranks + 1) if not ranks % n]
+        fits = divisors(ranks)
         nearest = min(fits, key=lambda n: abs(n - replicate))
         raise PlanError(
             f"replicate={replicate} groups do not divide the {ranks} ranks of {axes!r}",
@@ -70,6 +70,12 @@ def checked_options(
             field="replicate",
             nearest=1,
         )
+
+
+def divisors(n: int) -> list[int]:
+    """All of them, smallest first."""
+    low = [d for d in range(1, math.isqrt(n) + 1) if not n % d]
+    return low + [n // d for d in reversed(low) if d * d != n]
 
 
 def shard_groups(rank: Rank, group: Group, replicate: int) -> tuple[Group, Group | None]:

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 import emu
 from emu.parallel import mesh_of, parse_mesh
+from emu.parallel.wrapping import divisors
 from emu.spmd import PlanError
 
 
@@ -140,3 +141,14 @@ def test_a_plan_makes_the_model_that_it_says():
 
     found = emu.launch(program, emu.Mesh(dp=4)).results[0]
     assert found == (3, {(3, 2, 2)}, torch.float16, 2, False)
+
+
+@given(st.integers(1, 3000))
+def test_divisors_are_all_there_are(n):
+    assert divisors(n) == [d for d in range(1, n + 1) if not n % d]
+
+
+def test_a_slip_of_the_keyboard_is_answered_at_once():
+    with pytest.raises(PlanError, match=r"does not divide the 999999937 ranks") as error:  # a prime
+        emu.Plan("dp=999999937", ep=3)
+    assert error.value.nearest == 1
