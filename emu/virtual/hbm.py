@@ -196,8 +196,8 @@ class Ledger:
             "cut the tensor over ranks: it is larger than the device"
             if size > capacity
             else {
-                "parameters": "shard parameters (ZeRO-3, tensor or pipeline parallelism); a model is whole while it is made, so where "
-                "it is sharded already, make it with fewer layers: each costs the same",
+                "parameters": "shard parameters (ZeRO-3, tensor or pipeline parallelism); a model is whole while it is "
+                "made: where it is sharded already, make it with fewer layers",
                 "gradients": "shard gradients (ZeRO-2)",
                 "optimizer": "shard optimizer states (ZeRO-1)",
                 "activations": "use a smaller micro-batch, or activation checkpointing",
