@@ -94,6 +94,11 @@ def checked_plain(model: Any, call: str) -> nn.Module:
             f"{type(model).__name__} is in a DataParallel already, which has taken its parameters over",
             f"a model is cut first, and then trained: shard_model, then DataParallel; here a plain one is wanted: {call}",
         )
+    return uncut(model, call)
+
+
+def uncut(model: nn.Module, call: str) -> nn.Module:
+    """The module, if it is not cut inside its layers, where only its own parts would be seen; else an EmuError."""
     if any(hasattr(module, "cut_inside") for module in model.modules()):
         raise EmuError(
             f"{type(model).__name__} is cut inside its layers already, by shard_model",

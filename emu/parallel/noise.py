@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from emu.parallel.batch import checked_plain
+from emu.parallel.batch import uncut
 from emu.spmd import EmuError, Group
 
 
@@ -74,7 +74,7 @@ class GradientNoise:
     """
 
     def __init__(self, model: nn.Module, group: Group) -> None:
-        checked_plain(model, "GradientNoise(model, group)")
+        uncut(model, "GradientNoise(model, group)")
         self.group = group
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         if not self.parameters:

@@ -231,7 +231,7 @@ def test_a_parallel_model_has_parameters_and_says_that_it_is_no_module():
     ddp = one_rank(lambda rank: emu.parallelize(programs.GPT(SMALL, seed=0), plain, rank))
     assert [p.shape for p in ddp.parameters()] == [p.shape for p in model.parameters()]
     assert [n for n, _ in ddp.named_parameters()] == [n for n, _ in model.named_parameters()]
-    with pytest.raises(emu.EmuError, match=r"this rank's shards, or copies.*\n.*\.optimizer\(torch.optim.AdamW"):
+    with pytest.raises(emu.EmuError, match=r"this rank's pieces, or copies.*\n.*\.optimizer\(torch.optim.AdamW"):
         one_rank(lambda rank: emu.parallelize(programs.GPT(SMALL, seed=0), mixed, rank).parameters())
     assert "no module" in repr(ddp) and ".model is the module" in repr(ddp) and "'dp'" in repr(ddp)
     with pytest.raises(AttributeError, match=r"no 'state_dict'; it is no module.*\.model\.state_dict"):
