@@ -16,6 +16,7 @@ from emu.parallel.gradients import Gradients
 from emu.parallel.grouping import BUCKET_BYTES, buckets, units
 from emu.parallel.shards import Place, Shards
 from emu.parallel.tensor.held import Sharding
+from emu.parallel.tensor.pairs import lies_in
 from emu.spmd import EmuError, Group, PlanError, Precision, Rank
 
 STAGES = (0, 1, 2, 3)
@@ -158,14 +159,11 @@ def wrap(
 
     if zero == 3:
         for unit in units(model, chosen_units):
-            if (
-                region := next((r for r in sharding.regions if unit.path.startswith(f"{r}.")), None)
-                if sharding
-                else None
-            ):
+            around = [r for r in sharding.regions if unit.path != r and lies_in(unit.path, r)] if sharding else []
+            if around:
                 raise PlanError(
-                    f"unit {unit.path!r} lies in the Region {region!r}, whose backward needs all of its weights at once",
-                    f"gather the whole of it together: units=[..., {region!r}]",
+                    f"unit {unit.path!r} lies in the Region {around[0]!r}, whose backward needs all of its weights at once",
+                    f"gather the whole of it together: units=[..., {around[0]!r}]",
                     field="units",
                 )
             vectors = list(vectors_of(unit.names, unit.path or "root"))

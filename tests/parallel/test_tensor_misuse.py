@@ -102,7 +102,7 @@ def test_a_model_that_nobody_knows_needs_a_map():
 
 def test_a_model_may_bring_its_map_along():
     class Mapped(Plain):
-        sharding_map = {"": Region(), "up": Column(), "down": Row()}
+        sharding_map = {"up": Column(), "down": Row()}
 
         def loss_sum(self, x, y):
             return (self(x) * y).sum()

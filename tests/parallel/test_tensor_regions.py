@@ -128,6 +128,21 @@ def test_a_region_holds_what_works_on_parts_or_on_wholes_as_its_map_says(body, e
     assert verdict.equivalent, str(verdict)
 
 
+def test_the_model_itself_may_be_the_region_and_gives_its_input_a_whole_gradient():
+    def gradient(rank, cut):
+        torch.manual_seed(0)
+        model = Layer(plain)
+        if cut:
+            shard_model(model, rank, {"": Region(), "up": Column(), "down": Row()})
+        x = data()[0].clone().requires_grad_()
+        (model(x) * data()[1]).sum().backward()
+        return x.grad
+
+    right = emu.launch(gradient, emu.Mesh(tp=1), args=(False,)).results[0]
+    for ours in emu.launch(gradient, emu.Mesh(tp=2), args=(True,)).results:
+        assert torch.allclose(ours, right, atol=1e-5)  # float32, in another order of sums
+
+
 @pytest.mark.parametrize("style", [Tokens(), Whole()])
 def test_saying_the_other_thing_is_noticed(style):
     """The negative control: parts that are not summed, and wholes that are."""

@@ -20,7 +20,7 @@ def check_pairs(model: nn.Module, styles: Mapping[str, s.Style], regions: Collec
     """
 
     def region_of(path: str) -> str | None:
-        around = [r for r in regions if not r or path == r or path.startswith(f"{r}.")]
+        around = [r for r in regions if lies_in(path, r)]
         return max(around, key=len) if around else None
 
     columns: dict[str | None, str] = {}  # regions (None: outside of any) -> one that leaves parts
@@ -69,6 +69,11 @@ def check_ties(model: nn.Module, styles: Mapping[str, s.Style], cut: Collection[
                     f"{path}.{name} is tied to a weight that is cut, but the sharding map says nothing of {path!r}",
                     "cut tied modules alike, e.g. an embedding by Vocab() and its head by Column()",
                 )
+
+
+def lies_in(path: str, outer: str) -> bool:
+    """Whether a module is another, or a part of it; the model itself is called ""."""
+    return not outer or path == outer or path.startswith(f"{outer}.")
 
 
 def unnamed(what: str, region: str, hint: str) -> PlanError:

@@ -12,7 +12,7 @@ from emu.parallel.tensor.arguments import first_of, with_first
 from emu.parallel.tensor.cuts import Even, Heads, Parts, Ranges, shared_ranges, taken
 from emu.parallel.tensor.held import Held, Kind, Sharding
 from emu.parallel.tensor.linear import become_column, become_row, share_heads
-from emu.parallel.tensor.pairs import check_pairs, check_ties, unnamed
+from emu.parallel.tensor.pairs import check_pairs, check_ties, lies_in, unnamed
 from emu.parallel.tensor.randomness import become_sharded_dropout, own_randomness, share_generators
 from emu.parallel.tensor.region import Region
 from emu.parallel.tensor.tokens import TokenCut
@@ -60,7 +60,7 @@ class Surgery:
 
     def moe_of(self, path: str) -> str | None:
         """The mixture of experts that a module is, or lies in."""
-        return next((p for p in self.below if path == p or path.startswith(f"{p}.")), None)
+        return next((p for p in self.below if lies_in(path, p)), None)
 
     def tokens_at(self, path: str) -> TokenCut | None:
         """How tokens are cut where this module works; None: every rank has all."""
@@ -69,7 +69,7 @@ class Surgery:
 
     def region_at(self, path: str) -> Region | None:
         """The region that a module lies in: the innermost."""
-        around = [p for p in self.regions if path == p or path.startswith(f"{p}.")]
+        around = [p for p in self.regions if lies_in(path, p)]
         return self.regions[max(around, key=len)] if around else None
 
     # The styles, one after the other.
