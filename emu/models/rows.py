@@ -24,7 +24,7 @@ def take(x: Tensor, index: Tensor, some: bool = False) -> Tensor:
     Returns:
         [m, width].
     """
-    return _Take.apply(x, index, some)  # type: ignore[no-any-return]
+    return _Take.apply(x, index, some)
 
 
 def put(x: Tensor, index: Tensor, n: int | None = None) -> Tensor:
@@ -38,7 +38,7 @@ def put(x: Tensor, index: Tensor, n: int | None = None) -> Tensor:
     Returns:
         [n, width].
     """
-    return _Put.apply(x, index, n)  # type: ignore[no-any-return]
+    return _Put.apply(x, index, n)
 
 
 def _placed(x: Tensor, index: Tensor, n: int | None) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import inf, prod
-from typing import cast
+from typing import Any, cast
 
 from torch import nn
 
@@ -269,7 +269,7 @@ def set_capacity(model: nn.Module, capacity: float) -> None:
     Raises:
         PlanError: no module of the model does.
     """
-    counting = [m for m in model.modules() if hasattr(m, "limit") and hasattr(m, "factor")]
+    counting: list[Any] = [m for m in model.modules() if hasattr(m, "limit") and hasattr(m, "factor")]
     if not counting:
         raise PlanError(
             f"capacity={capacity}, but {type(model).__name__} has no experts that take tokens",
@@ -277,4 +277,4 @@ def set_capacity(model: nn.Module, capacity: float) -> None:
             field="capacity",
         )
     for module in counting:
-        module.factor = capacity  # type: ignore[assignment]
+        module.factor = capacity

@@ -167,6 +167,27 @@ def test_parts_of_a_region_may_be_frozen(part):
     assert same(frozen(part), PAIR).equivalent
 
 
+def test_what_a_norm_keeps_wide_enters_products_that_autocast_narrows():
+    """Under autocast a norm's output is float32, and the products that read it are bfloat16: errors of a few 2^-8."""
+    config, roles = Config(layers=1, width=8, heads=2, ffn=6, vocab=11, seq=4), emu.Precision(activations="bf16")
+    x = torch.randint(0, 11, (3, 4), generator=torch.Generator().manual_seed(0))
+
+    def step(rank, cut):
+        model = GPT(config, seed=0)
+        sharding = shard_model(model, rank) if cut else None
+        dist = DataParallel(model, rank, *([] if cut else ["dp"]), sharding=sharding, precision=roles)
+        dist.loss_sum(x, x).backward()
+        dist.finish(1)
+        return dist.gather_gradients()
+
+    ours = emu.launch(step, emu.Mesh(tp=2), args=(True,)).results
+    right = emu.launch(step, emu.Mesh(dp=1), args=(False,)).results[0]
+    for name in ("blocks.0.norm1.weight", "blocks.0.mlp.up.weight", "blocks.0.attention.q.weight"):
+        got = ours[0][name] if "norm" in name else torch.cat([result[name] for result in ours])
+        assert got.dtype == torch.float32
+        assert float((got - right[name]).abs().max() / right[name].abs().max()) < 0.05, name
+
+
 @pytest.mark.parametrize("dtype", ["bf16"])
 def test_under_autocast_gradients_are_near_those_of_one_device_under_it(dtype):
     """Activations in 8 bits of mantissa beside parameters in 24: errors of a few 2^-8."""
@@ -283,6 +304,22 @@ def test_a_dropout_in_a_region_is_one_mask_or_everyones_own_as_its_map_says(own,
 
     masks = emu.launch(program, emu.Mesh(tp=2)).results
     assert torch.equal(*masks) == alike and masks[0].any()
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_a_region_whose_forward_draws_by_itself_draws_everyones_own(draws):
+    def body(self, x):
+        return self.down(nn.functional.dropout(torch.ones_like(self.up(x)), 0.5))
+
+    def program(rank):
+        model = Model(body)
+        shard_model(model, rank, {**PAIR, "layer": Region(draws=draws)})
+        masks = []
+        model.layer.down.register_forward_pre_hook(lambda module, args: masks.append(args[0] == 0))
+        model.layer(data()[0])
+        return masks[0]
+
+    assert torch.equal(*emu.launch(program, emu.Mesh(tp=2)).results) == (not draws)
 
 
 # What cannot be, and says so.
