@@ -1,0 +1,127 @@
+"""A schedule: which rank does what in which order. Plain data, to be read, drawn, checked and run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from emu.parallel.pipeline.actions import COMPUTE, Action, F, parse
+from emu.spmd import EmuError, PlanError
+
+Generator = Callable[
+    [int, int, int, int], Iterator[Action]
+]  # (rank, ranks, microbatches, chunks) -> that rank's actions
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What every rank of a pipeline does, in order.
+
+    Args:
+        rows: each rank's actions.
+        name: what it is called.
+    """
+
+    rows: tuple[tuple[Action, ...], ...]
+    name: str = field(default="a schedule", compare=False)
+
+    @cached_property
+    def places(self) -> dict[tuple[int, int], int]:
+        """(stage, microbatch) -> the rank that runs it."""
+        return {
+            (a.stage, a.microbatch): rank  # type: ignore[misc]  # a forward has a microbatch
+            for rank, row in enumerate(self.rows)
+            for action in row
+            for a in action.each()
+            if a.kind == F
+        }
+
+    @property
+    def ranks(self) -> int:
+        return len(self.rows)
+
+    @cached_property
+    def stages(self) -> int:
+        """Into how many parts the model is cut."""
+        return 1 + max((stage for stage, _ in self.places), default=-1)
+
+    @cached_property
+    def microbatches(self) -> int:
+        return 1 + max((microbatch for _, microbatch in self.places), default=-1)
+
+    @cached_property
+    def stages_of(self) -> tuple[tuple[int, ...], ...]:
+        """Every rank's stages, lowest first."""
+        return tuple(
+            tuple(sorted({stage for (stage, _), r in self.places.items() if r == rank})) for rank in range(self.ranks)
+        )
+
+    @cached_property
+    def ranks_of(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks that hold every stage: one, or two where microbatches flow both ways."""
+        return tuple(
+            tuple(sorted({r for (s, _), r in self.places.items() if s == stage})) for stage in range(self.stages)
+        )
+
+    @cached_property
+    def splits_backward(self) -> bool:
+        """Whether backwards are in two parts, for inputs and for weights."""
+        return any(a.kind == "I" for row in self.rows for action in row for a in action.each())
+
+    def compute(self) -> Schedule:
+        """Without sends, receives, gathers and frees: these follow from the rest."""
+        rows = (tuple(a for a in row if a.kind in COMPUTE or a.parts) for row in self.rows)
+        return Schedule(tuple(rows), self.name)
+
+    def __str__(self) -> str:
+        """A line a rank, actions apart by spaces; `Schedule.parse` reads it."""
+        return "\n".join(" ".join(map(str, row)) for row in self.rows)
+
+    @classmethod
+    def parse(cls, text: str, name: str = "a schedule") -> Schedule:
+        """The schedule that a text says: a line a rank, actions apart by spaces.
+
+        Raises:
+            EmuError: a word that is no action; says in which line.
+        """
+        return cls(tuple(_row(line.split(), rank) for rank, line in enumerate(text.strip().splitlines())), name)
+
+    def to_csv(self) -> str:
+        """As torch.distributed.pipelining writes it: a line a rank, actions apart by commas."""
+        return "".join(",".join(map(str, row)) + "\n" for row in self.rows)
+
+    @classmethod
+    def from_csv(cls, text: str, name: str = "a schedule") -> Schedule:
+        """As torch.distributed.pipelining writes it; an empty cell is a step of idling, and is left out.
+
+        Raises:
+            EmuError: a cell that is no action; says in which line.
+        """
+        return cls(tuple(_row(line.split(","), rank) for rank, line in enumerate(text.strip().splitlines())), name)
+
+    @classmethod
+    def of(cls, generator: Generator, ranks: int, microbatches: int, chunks: int = 1) -> Schedule:
+        """What a generator says for every rank: `generator(rank, ranks, microbatches, chunks)` yields that rank's actions.
+
+        Raises:
+            PlanError: sizes that are no whole numbers of at least 1, or that this schedule cannot do.
+            EmuError: something else than actions.
+        """
+        for what, value in (("pp", ranks), ("microbatches", microbatches), ("chunks", chunks)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise PlanError(f"{what}={value!r} is not a whole number of at least 1", f"say {what}=4", field=what)
+        name = getattr(generator, "__name__", "a schedule").replace("_", "-")
+        rows = tuple(tuple(generator(rank, ranks, microbatches, chunks)) for rank in range(ranks))
+        for row in rows:
+            for action in row:
+                if not isinstance(action, Action):
+                    raise EmuError(f"{name} yielded {action!r}, which is no action", 'yield Action(2, "F", 0)')
+        return cls(rows, name)
+
+
+def _row(words: Iterable[str] | Sequence[str], rank: int) -> tuple[Action, ...]:
+    try:
+        return tuple(parse(word) for word in words if word.strip())
+    except EmuError as error:
+        raise EmuError(f"line {rank + 1} (rank {rank}): {error.message}", error.hint) from None
