@@ -76,5 +76,6 @@ def parse(text: str) -> Action:
             return Action(int(stage), kind, int(microbatch) if microbatch else None)
     raise EmuError(
         f"{text!r} is no action of a pipeline",
-        f"write stage, kind, microbatch: 2F0, 3B1, 3I1, 3W1, 2SEND_F0, 2UNSHARD or (2F0;3B1)OVERLAP_F_B; kinds are {' '.join(KINDS)}",
+        "write stage, kind, microbatch: 2F0, 3B1, 3I1, 3W1, 2SEND_F0, 2UNSHARD or (2F0;3B1)OVERLAP_F_B; "
+        f"kinds are {' '.join(KINDS)}",
     )
