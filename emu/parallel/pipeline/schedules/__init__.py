@@ -1,1 +1,81 @@
 """Every schedule by its name. Each is a generator: (rank, ranks, microbatches, chunks) -> that rank's actions."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from difflib import get_close_matches
+from functools import lru_cache
+from typing import Any
+
+from emu.parallel.pipeline.actions import Action
+from emu.parallel.pipeline.schedule import Generator, Schedule
+from emu.parallel.pipeline.schedules.gpipe import gpipe
+from emu.parallel.pipeline.schedules.one_f_one_b import one_f_one_b
+from emu.spmd import PlanError
+
+SCHEDULES: dict[str, Generator] = {  # a schedule is one file, one import and one line here
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+}
+USUAL = ("rank", "ranks", "microbatches", "chunks")  # what every generator takes; the rest are options
+
+
+def make(name: str | Generator, ranks: int, microbatches: int, chunks: int = 1, **options: Any) -> Schedule:
+    """The schedule of that name.
+
+    Args:
+        name: one of SCHEDULES; or a generator of your own.
+        ranks: how many share the model out.
+        microbatches: into how many parts the batch is cut.
+        chunks: stages a rank holds; 1 is what a schedule has by nature (two for those in the shape of a V).
+        options: what this schedule has besides, by name: `count` of interleaved.
+
+    Raises:
+        PlanError: no such schedule or option, or sizes that this schedule cannot do. Fields: field, value, nearest.
+        EmuError: a generator of your own yielded something else than actions.
+    """
+    generator, label = _found(name)
+    asked = (generator, label, ranks, microbatches, chunks, tuple(sorted(options.items())))
+    try:
+        hash(asked)
+    except TypeError:  # an option that is a list is no reason to fail
+        return _make(*asked)
+    return _make(*asked) if callable(name) else _cached(*asked)  # who knows what a generator of one's own looks at
+
+
+def _make(generator: Generator, name: str, ranks: int, microbatches: int, chunks: int, options: tuple) -> Schedule:
+    known = [what for what in inspect.signature(generator).parameters if what not in USUAL] if options else []
+    for what, value in options:
+        if what not in known:
+            raise PlanError(
+                f"{name} has no option {what}={value!r}",
+                f"its options are {', '.join(known)}" if known else "leave it out: it has no options",
+                field=what,
+                value=value,
+            )
+
+    def chosen(rank: int, ranks: int, microbatches: int, chunks: int) -> Iterator[Action]:
+        return generator(rank, ranks, microbatches, chunks, **dict(options))
+
+    chosen.__name__ = name
+    return Schedule.of(chosen, ranks, microbatches, chunks)
+
+
+_cached = lru_cache(maxsize=32, typed=True)(_make)
+
+
+def _found(name: str | Generator) -> tuple[Generator, str]:
+    """A generator, and what it is called."""
+    if callable(name):
+        return name, getattr(name, "__name__", "a schedule").replace("_", "-")
+    if name in SCHEDULES:
+        return SCHEDULES[name], name
+    close = get_close_matches(str(name).lower().replace("_", "-"), SCHEDULES, 1, 0.5)
+    raise PlanError(
+        f"there is no schedule {name!r}",
+        (f"did you mean {close[0]}? " if close else "") + f"schedules are {', '.join(SCHEDULES)}",
+        field="schedule",
+        value=name,
+        nearest=close[0] if close else None,
+    )
