@@ -11,14 +11,19 @@ from typing import Any
 from emu.parallel.pipeline.actions import Action
 from emu.parallel.pipeline.schedule import Generator, Schedule
 from emu.parallel.pipeline.schedules.gpipe import gpipe
+from emu.parallel.pipeline.schedules.interleaved import interleaved
 from emu.parallel.pipeline.schedules.one_f_one_b import one_f_one_b
+from emu.parallel.pipeline.schedules.zb_h1 import zb_h1
+from emu.parallel.pipeline.schedules.zb_h2 import zb_h2
 from emu.spmd import PlanError
 
 SCHEDULES: dict[str, Generator] = {  # a schedule is one file, one import and one line here
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
+    "interleaved": interleaved,
+    "zb-h1": zb_h1,
+    "zb-h2": zb_h2,
 }
-USUAL = ("rank", "ranks", "microbatches", "chunks")  # what every generator takes; the rest are options
 
 
 def make(name: str | Generator, ranks: int, microbatches: int, chunks: int = 1, **options: Any) -> Schedule:
@@ -45,7 +50,7 @@ def make(name: str | Generator, ranks: int, microbatches: int, chunks: int = 1, 
 
 
 def _make(generator: Generator, name: str, ranks: int, microbatches: int, chunks: int, options: tuple) -> Schedule:
-    known = [what for what in inspect.signature(generator).parameters if what not in USUAL] if options else []
+    known = list(inspect.signature(generator).parameters)[4:] if options else []  # beyond rank, ranks and so on
     for what, value in options:
         if what not in known:
             raise PlanError(
@@ -69,7 +74,7 @@ def _found(name: str | Generator) -> tuple[Generator, str]:
     """A generator, and what it is called."""
     if callable(name):
         return name, getattr(name, "__name__", "a schedule").replace("_", "-")
-    if name in SCHEDULES:
+    if isinstance(name, str) and name in SCHEDULES:
         return SCHEDULES[name], name
     close = get_close_matches(str(name).lower().replace("_", "-"), SCHEDULES, 1, 0.5)
     raise PlanError(
