@@ -27,22 +27,27 @@ def interleaved(rank: int, ranks: int, microbatches: int, chunks: int, count: in
     """
     order = turns(ranks, microbatches, chunks, count)
     if chunks == 1:
-        return one_f_one_b(rank, ranks, microbatches)
+        yield from one_f_one_b(rank, ranks, microbatches)
+        return
     forwards = [Action(chunk * ranks + rank, F, microbatch) for chunk, microbatch in order]
     backwards = [Action((chunks - 1 - chunk) * ranks + rank, B, microbatch) for chunk, microbatch in order]
-    return in_turn(forwards, backwards, ahead=first_round(order) * (chunks - 1) + 2 * (ranks - 1 - rank))
+    for action in in_turn(forwards, backwards, first_round(order) * (chunks - 1) + 2 * (ranks - 1 - rank)):
+        if action.microbatch is not None:
+            yield action
 
 
-def turns(ranks: int, microbatches: int, chunks: int, count: int | None = None) -> list[tuple[int, int]]:
+def turns(ranks: int, microbatches: int, chunks: int, count: int | None = None) -> list[tuple[int, int | None]]:
     """(chunk, microbatch) in the order of forwards, the same on all ranks; backwards take the chunks in reverse.
 
-    Microbatches go in rounds: a round's microbatches pass through a chunk one after the other, then through the next. A
-    round of fewer than `ranks` leaves ranks idle between two chunks.
+    Microbatches go in rounds: a round's microbatches pass through a chunk one after the other, then through the next.
 
     * count=None: as many rounds as there are whole pipelines in the batch, as equal as can be, longer ones first. Where
       `ranks` divides `microbatches` every round has `ranks`, as in Megatron; where the rounds come out equal they are
       torch's; 11 microbatches on 4 ranks, which both refuse, go as 6 and 5.
-    * count=N: rounds of N, and what is left is a shorter last round. (Megatron refuses one of fewer than `ranks`.)
+    * count=N: rounds of N, and what is left is a shorter last round.
+    * A round of fewer than `ranks` among others (Megatron refuses it) is planned as one of `ranks` of which the rest are
+      holes, microbatch None, where nothing runs: forwards run no further ahead than backwards let them, and no rank waits
+      for one that waits for it. A batch of fewer than `ranks` is one round without holes, as in torch.
 
     Raises:
         PlanError: a count that is no whole number from 1 to the number of microbatches, or has no effect.
@@ -53,15 +58,19 @@ def turns(ranks: int, microbatches: int, chunks: int, count: int | None = None) 
     else:
         _check_count(count, microbatches, chunks)
         sizes = [min(count, microbatches - first) for first in range(0, microbatches, count)]
-    order, first = [], 0
+    order: list[tuple[int, int | None]] = []
+    first = 0
     for size in sizes:
-        order += [(chunk, microbatch) for chunk in range(chunks) for microbatch in range(first, first + size)]
+        numbers: list[int | None] = [*range(first, first + size)]
+        if len(sizes) > 1:
+            numbers += [None] * (ranks - size)
+        order += [(chunk, microbatch) for chunk in range(chunks) for microbatch in numbers]
         first += size
     return order
 
 
-def first_round(order: list[tuple[int, int]]) -> int:
-    """How many microbatches go through the first chunk before the second one's turn; no later round is longer."""
+def first_round(order: list[tuple[int, int | None]]) -> int:
+    """How many microbatches, or holes, come to the first chunk before the second one's turn; no later round is longer."""
     return next((index for index, (chunk, _) in enumerate(order) if chunk), len(order))
 
 
