@@ -14,6 +14,7 @@ from emu.spmd.errors import (
     PlanError,
     RankLeft,
     ReplicasDisagree,
+    ScheduleError,
     VirtualOutOfMemory,
 )
 from emu.spmd.group import Group
@@ -55,6 +56,7 @@ __all__ = [
     "RankLeft",
     "ReplicasDisagree",
     "Replicate",
+    "ScheduleError",
     "Shard",
     "Slices",
     "Stream",

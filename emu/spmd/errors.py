@@ -71,3 +71,12 @@ class DataDependent(EmuError):
 
 class PlanError(EmuError, ValueError):
     """A plan that cannot be carried out. Fields: field, value, nearest."""
+
+
+class ScheduleError(EmuError, ValueError):
+    """A pipeline schedule that cannot be run: something is missing, stands twice or too early, or waits for ever.
+
+    Fields: problem ("unreadable", "missing", "twice", "misplaced", "order", "deadlock" or "gather"); rank, position (in the
+    rank's row, from 0) and action (as text) of what is wrong, None where there is none; waiting (of a deadlock: rank -> rank,
+    every rank of the cycle).
+    """

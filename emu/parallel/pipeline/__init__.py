@@ -1,6 +1,19 @@
 """Pipeline parallelism: schedules as data, checks without running, and one executor."""
 
 from emu.parallel.pipeline.actions import Action, overlap, parse
+from emu.parallel.pipeline.checks import check
 from emu.parallel.pipeline.schedule import Schedule
+from emu.parallel.pipeline.timing import Timed, Times, activations, peak_activations, timed
 
-__all__ = ["Action", "Schedule", "overlap", "parse"]
+__all__ = [
+    "Action",
+    "Schedule",
+    "Timed",
+    "Times",
+    "activations",
+    "check",
+    "overlap",
+    "parse",
+    "peak_activations",
+    "timed",
+]
