@@ -13,7 +13,21 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from emu import spmd
-from emu.spmd import EmuError, Grads, Group, Layout, Mesh, Partial, Precision, Rank, Replicate, Shard, Slices, grads
+from emu.spmd import (
+    EmuError,
+    Grads,
+    Group,
+    Layout,
+    Mesh,
+    Only,
+    Partial,
+    Precision,
+    Rank,
+    Replicate,
+    Shard,
+    Slices,
+    grads,
+)
 
 if TYPE_CHECKING:
     from emu.equivalence import Verdict, verify
@@ -31,6 +45,7 @@ __all__ = [
     "Group",
     "Layout",
     "Mesh",
+    "Only",
     "Partial",
     "Plan",
     "Precision",

@@ -82,7 +82,10 @@ def whole_results(results: Sequence[Any], mesh: Mesh) -> dict[str, Tensor]:
     by_rank = [named(result) for result in results]
     out: dict[str, Tensor] = {}
     for name in dict.fromkeys(name for tensors in by_rank for name in tensors):
-        lacking = [rank for rank, tensors in enumerate(by_rank) if name not in tensors]
+        first = next(rank for rank, tensors in enumerate(by_rank) if name in tensors)
+        layout = by_rank[first][name][1]
+        there = {rank: tensors[name] for rank, tensors in enumerate(by_rank) if name in tensors}
+        lacking = [rank for rank in range(len(by_rank)) if rank not in there and layout.holds(mesh, rank)]
         if lacking:
             raise ReplicasDisagree(
                 f"{name!r} is returned by some ranks but not by rank {', '.join(map(str, lacking))}",
@@ -90,15 +93,14 @@ def whole_results(results: Sequence[Any], mesh: Mesh) -> dict[str, Tensor]:
                 name=name,
                 ranks=tuple(lacking),
             )
-        layout = by_rank[0][name][1]
-        axes = {*mesh.axes, *(axis for tensors in by_rank for axis in tensors[name][1].placements)}
-        unlike = (r for r, tensors in enumerate(by_rank) if any(tensors[name][1][a] != layout[a] for a in axes))
+        axes = {*mesh.axes, *(axis for _, its in there.values() for axis in its.placements)}
+        unlike = (r for r, (_, its) in there.items() if any(its[a] != layout[a] for a in axes))
         if other := next(unlike, None):
             raise EmuError(
-                f"ranks 0 and {other} return {name!r} with different layouts: {layout} and {by_rank[other][name][1]}",
+                f"ranks {first} and {other} return {name!r} with different layouts: {layout} and {there[other][1]}",
                 "state the same layout on every rank",
             )
-        out[name] = layout.whole({rank: tensors[name][0] for rank, tensors in enumerate(by_rank)}, mesh, name)
+        out[name] = layout.whole({rank: tensor for rank, (tensor, _) in there.items()}, mesh, name)
     return out
 
 

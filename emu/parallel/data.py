@@ -25,7 +25,7 @@ from emu.parallel.state.piece import Piece
 from emu.parallel.summing import Summing
 from emu.parallel.tensor.held import Sharding
 from emu.parallel.wrapping import checked_options, wrap
-from emu.spmd import EmuError, Grads, Precision, Rank
+from emu.spmd import EmuError, Grads, Group, Precision, Rank
 
 AUTOCAST = (torch.bfloat16, torch.float16)  # the dtypes that torch's autocast knows on every device
 
@@ -108,7 +108,8 @@ class DataParallel:
         self.vectors: list[Shards] = wrapped.vectors
         self._gathering: Gathering | None = wrapped.gathering(prefetch, reshard_after_forward) if zero == 3 else None
         everyone = sharding.everyone() if sharding is not None else None
-        self.summing = Summing(wrapped.gradients, rank, self.group, self._gathering, find_unused, everyone)
+        names = list(sharding.shapes) if sharding is not None and sharding.pipeline else None
+        self.summing = Summing(wrapped.gradients, rank, self.group, self._gathering, find_unused, everyone, names)
         self._failed = False  # whether `backward` was left by an exception
         taken: Any = model
         taken.in_data_parallel = True  # so that nobody takes it for a plain one
@@ -203,6 +204,11 @@ class DataParallel:
         x, y = batch.part(self.group, sizes)
         if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
             raise EmuError(f"microbatches={microbatches!r}", "cut the rows into 1 or more")
+        parts = list(zip(x.tensor_split(microbatches), y.tensor_split(microbatches)))
+        return self._backward(batch, parts, scale)
+
+    def _backward(self, batch: Batch, microbatches: Sequence[tuple[Tensor, Tensor]], scale: LossScale | None) -> Tensor:
+        """The same, of this rank's microbatches."""
         if scale is not None and not isinstance(scale, LossScale):
             raise EmuError(
                 f"scale={scale!r} is a {type(scale).__name__}", "pass a LossScale: emu.parallel.LossScale(1024)"
@@ -212,17 +218,37 @@ class DataParallel:
         elif self._failed:
             self.zero_grad()  # what the last call left when it failed
         self._failed, self.summing.waits = True, False  # until they are finished, below
-        total = torch.zeros(())
-        for i, (some_x, some_y) in enumerate(zip(x.tensor_split(microbatches), y.tensor_split(microbatches))):
-            loss = self.loss_sum(some_x, some_y)
-            wide = torch.promote_types(loss.dtype, torch.float32)  # a sum in 8 or 11 bits would lose most of its terms
-            with self.no_sync() if self.zero < 2 and i < microbatches - 1 else nullcontext():
-                (loss if scale is None else loss.to(wide) * scale.value).backward()
-            total = total + loss.detach() if i else loss.detach().to(wide, copy=True)
+        total = self._add_gradients(microbatches, scale)
         self.finish(batch.tokens)
         self._failed, self.summing.waits = False, True
         self.summing.scaled_by = scale
-        return self.group.all_reduce(total, name="loss").div_(batch.tokens)
+        return self._losses().all_reduce(total, name="loss").div_(batch.tokens)
+
+    def _add_gradients(self, microbatches: Sequence[tuple[Tensor, Tensor]], scale: LossScale | None) -> Tensor:
+        """Adds gradients of the summed loss of some microbatches to what there is. Returns this rank's sum."""
+        total = torch.zeros(())
+        for i, (x, y) in enumerate(microbatches):
+            loss = self.loss_sum(x, y)
+            wide = torch.promote_types(loss.dtype, torch.float32)  # a sum in 8 or 11 bits would lose most of its terms
+            with self.no_sync() if self.zero < 2 and i < len(microbatches) - 1 else nullcontext():
+                (loss if scale is None else loss.to(wide) * scale.value).backward()
+            total = total + loss.detach() if i else loss.detach().to(wide, copy=True)
+        return total
+
+    def _losses(self) -> Group:
+        """The ranks whose losses add up to the batch's."""
+        return self.group
+
+    def evaluate(self, batch: Batch | tuple[Tensor, Tensor], sizes: Sequence[int] | None = None) -> Tensor:
+        """The mean loss over all tokens of a batch, without gradients. Every rank must call it.
+
+        Args:
+            sizes: rows of every rank, in group order; balanced where not given.
+        """
+        batch = as_batch(batch)
+        with torch.no_grad():
+            total = self.loss_sum(*batch.part(self.group, sizes)).detach().clone()
+        return self._losses().all_reduce(total, name="loss").div_(batch.tokens)
 
     # What it holds.
 

@@ -15,6 +15,8 @@ from emu.parallel.gradients import Gradients
 from emu.parallel.scaling import UNKNOWN
 from emu.spmd import EmuError, Group, Rank
 
+PASS = 0x7FFFFFFF  # in place of autograd's number, of several of its backwards together
+
 
 class Summing:
     """What a backward does to gradients on its way, and what makes them those of a step.
@@ -25,6 +27,7 @@ class Summing:
         gathering: of sharded parameters, which come and go with a backward; or None.
         find_unused: whether a missing gradient is to be understood, and not an error.
         everyone: all ranks that the model is spread over, where those are more than the group's.
+        names: of all of the model's parameters, where ranks of everyone hold different ones; None: all hold the same.
 
     Attributes:
         finished: whether the gradients are those of a step: complete, and divided.
@@ -40,8 +43,11 @@ class Summing:
         gathering: Gathering | None,
         find_unused: bool,
         everyone: Group | None = None,
+        names: Sequence[str] | None = None,
     ) -> None:
         self.gradients, self.rank, self.everyone = list(gradients), rank, everyone
+        here = [name for g in self.gradients for name in g.shards.flat.names]
+        self._number = {name: i for i, name in enumerate(here if names is None else names)}
         self.group = group if everyone is None else everyone
         self.find_unused = find_unused
         self.finished, self.waits = False, True
@@ -78,11 +84,24 @@ class Summing:
             self._syncs = outer
 
     def begin(self, steps: int) -> None:
-        """A backward begins, of a loss that was computed after so many steps.
+        """A backward begins, of a loss that was computed after so many steps. Called within it.
 
         Raises:
             EmuError: the gradients of the last step were not forgotten.
         """
+        self._check_begin(steps)
+        if torch.is_grad_enabled():
+            raise EmuError(
+                "backward(create_graph=True) would add to gradients that are summed over ranks on the way",
+                "take second derivatives with torch.autograd.grad inside loss_sum, and call a plain backward()",
+            )
+        task = torch._C._current_graph_task_id()
+        if self._in_backward in (task, PASS):  # of a sum of several losses this is not the first
+            return
+        torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        self._enter(task)
+
+    def _check_begin(self, steps: int) -> None:
         if self.finished and self._torch_forgot():
             self.forget()
         if self.finished:
@@ -96,15 +115,24 @@ class Summing:
                 "this loss was computed before the last step: its backward would mix old activations with new parameters",
                 "call backward before the optimizer's step, or compute the loss again",
             )
-        if torch.is_grad_enabled():
-            raise EmuError(
-                "backward(create_graph=True) would add to gradients that are summed over ranks on the way",
-                "take second derivatives with torch.autograd.grad inside loss_sum, and call a plain backward()",
-            )
-        task = torch._C._current_graph_task_id()
-        if self._in_backward == task:  # of a sum of several losses this is not the first
-            return
-        torch.autograd.Variable._execution_engine.queue_callback(self._end)
+
+    @contextmanager
+    def backward_pass(self, steps: int) -> Iterator[None]:
+        """Backwards within it, of whatever roots, are one of this model's, of a forward that ran after so many steps.
+
+        Raises:
+            EmuError: as `begin`.
+        """
+        self._check_begin(steps)
+        self._enter(PASS)
+        try:
+            yield
+        except BaseException:
+            self._in_backward = -1
+            raise
+        self._end()
+
+    def _enter(self, task: int) -> None:
         self._check_untouched()
         self._reduced, self._in_backward = 0, task
         for gradients in self.gradients:
@@ -186,14 +214,19 @@ class Summing:
                     "if that is meant, say find_unused=True; if not, the loss does not depend on it, or no backward ran",
                 )
             return
-        used = torch.tensor(flags, dtype=torch.int32)  # made on the host: of one made on "meta", torch tells nobody
+        numbers = [self._number[name] for g in self.gradients for name in g.shards.flat.names]
+        words = [0] * len(self._number)
+        for number, flag in zip(numbers, flags):
+            words[number] = int(flag)
+        used = torch.tensor(words, dtype=torch.int32)  # made on the host: of one made on "meta", torch tells nobody
         used = used.to(self.rank.device)
         self.group.all_reduce(used, op="max", name="used parameters")
         if all(flags):  # nothing to learn: the host need not wait
             return
-        found = iter(flags if used.is_meta else used.tolist())
+        found = words if used.is_meta else used.tolist()
+        each = iter(numbers)
         for g in self.gradients:
-            g.nowhere = {i for i in range(len(g.shards.parameters)) if not next(found)}
+            g.nowhere = {i for i in range(len(g.shards.parameters)) if not found[next(each)]}
 
     def finish(self, tokens: float) -> None:
         """Waits for all sums, and divides them.

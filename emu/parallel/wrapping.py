@@ -17,7 +17,7 @@ from emu.parallel.grouping import BUCKET_BYTES, buckets, units
 from emu.parallel.shards import Place, Shards
 from emu.parallel.tensor.held import Sharding
 from emu.parallel.tensor.pairs import lies_in
-from emu.spmd import EmuError, Group, PlanError, Precision, Rank
+from emu.spmd import EmuError, Group, Only, PlanError, Precision, Rank
 
 STAGES = (0, 1, 2, 3)
 
@@ -90,6 +90,22 @@ def shard_groups(rank: Rank, group: Group, replicate: int) -> tuple[Group, Group
     return shard, replicas
 
 
+def _place(
+    rank: Rank, over: Group, copies: Sequence[int], replicate: int, zero: int, sharding: Sharding | None
+) -> Place:
+    """Where vectors lie that the ranks of a group share, and with them those at the same place of other pipeline stages."""
+    several = sharding is not None and len(copies) > 1
+    if not zero:
+        if sharding is not None and several:
+            over = rank.group(members=sharding.at_stages(over.members, copies), label=f"{over.label} of stages")
+        return Place(rank, over, None, 0)
+    shard, replicas = shard_groups(rank, over, replicate)
+    if sharding is not None and several:
+        same = replicas.members if replicas is not None else (rank.id,)
+        replicas = rank.group(members=sharding.at_stages(same, copies), label=f"{over.label} of stages")
+    return Place(rank, shard, replicas, zero)
+
+
 def wrap(
     model: nn.Module,
     rank: Rank,
@@ -118,12 +134,13 @@ def wrap(
             group.broadcast(t.data, name="initial values")
     owned: dict[int, list[int]] = {}  # elements, by rank of a place's group, where vectors are owned
     found = Wrapped()
-    places: dict[tuple[tuple[int, ...], bool], Place] = {}
+    places: dict[tuple[tuple[int, ...], tuple[int, ...], bool], Place] = {}
 
     def place_of(name: str, whole: bool) -> Place:
         """Where a parameter's vector lies: over the ranks that share its gradient."""
         over = group if sharding is None else sharding.group_of(name, axes)
-        key = over.members, whole
+        copies = sharding.copies(name) if sharding is not None else ()
+        key = over.members, copies, whole
         if key not in places:
             if over.size % replicate:
                 raise PlanError(
@@ -132,9 +149,7 @@ def wrap(
                     field="replicate",
                     nearest=1,
                 )
-            places[key] = (
-                Place(rank, over, None, 0) if whole else Place(rank, *shard_groups(rank, over, replicate), zero)
-            )
+            places[key] = _place(rank, over, copies, replicate, 0 if whole else zero, sharding)
         return places[key]
 
     def vectors_of(names: Sequence[str], label: str) -> Iterator[Shards]:
@@ -143,7 +158,7 @@ def wrap(
             p = parameters[name]
             whole = any(fnmatchcase(name, pattern) for pattern in replicated)
             # Alike on all ranks, so that all lay out the same vectors: how much of it this rank counts is not.
-            held = (sharding.held[name].kind, bool(sharding.held[name].layout.placements)) if sharding else None
+            held = (sharding.held[name].kind, _cut(sharding, name), sharding.copies(name)) if sharding else None
             kinds.setdefault((whole, not p.requires_grad, p.dtype, held), []).append(name)
         for (whole, *_), some in kinds.items():
             place = place_of(some[0], whole)
@@ -172,13 +187,26 @@ def wrap(
         found.gradients = [Gradients(shards) for shards in reversed(found.vectors) if shards.trainable]
     else:
         trained = {name: p for name, p in parameters.items() if p.requires_grad}
-        for i, names in enumerate(buckets(trained, bucket_bytes)):
-            found.vectors += vectors_of(names, f"bucket {i}")
+        # What several pipeline stages hold comes first, in vectors of its own: all of its holders lay out the same.
+        shared: dict[Any, dict[str, nn.Parameter]] = {}
+        for name in [name for name in trained if sharding is not None and len(sharding.copies(name)) > 1]:
+            assert sharding is not None
+            shared.setdefault(sharding.copies(name), {})[name] = trained[name]
+        own = {name: p for name, p in trained.items() if not any(name in some for some in shared.values())}
+        for copies, some in (*sorted(shared.items()), ((), own)):
+            at = f" of stages {list(copies)}" if copies else ""
+            for i, names in enumerate(buckets(some, bucket_bytes)):
+                found.vectors += vectors_of(names, f"bucket {i}{at}")
         found.gradients = [Gradients(shards) for shards in found.vectors]
         frozen = [name for name in parameters if name not in trained]
         kept_whole = vectors_of(frozen, "frozen") if frozen else ()
         found.vectors += kept_whole
     return found
+
+
+def _cut(sharding: Sharding, name: str) -> bool:
+    """Whether a parameter is cut inside a layer."""
+    return any(not isinstance(placed, Only) for placed in sharding.held[name].layout.placements.values())
 
 
 def counted_runs(flat: Flat, sharding: Sharding) -> list[tuple[int, int]] | None:

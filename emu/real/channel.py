@@ -100,6 +100,21 @@ class RealChannel:
             parts.append((pending, Waiting(what, line, seq, {peer: other}), stream, self._works))
         return self._under_way(parts, lambda: [m.tensor for m in messages])
 
+    def tell(self, group: Group, words: list[int], dst: int) -> None:
+        pair = f"{group.key!r} {group.members[group.rank]}->{group.members[dst]} "
+        self._links.tell(f"{pair}{self._count(pair + 'tell')}", words)
+
+    def told(self, group: Group, src: int) -> list[int]:
+        peer = group.members[src]
+        pair, heard = f"{group.key!r} {peer}->{group.members[group.rank]} ", list[int]()
+        seq = self._count(pair + "told")
+        if pair not in self._lanes:
+            self._lanes[pair] = ThreadLane(pair)
+        pending = self._lanes[pair].submit(lambda: heard.extend(self._links.told(f"{pair}{seq}")))
+        waiting = Waiting(f"{group.label}: a shape from rank {peer}", user_line(), seq, {peer: pair + "tell"})
+        self._board.wait(pending, waiting)
+        return heard
+
     def _message_job(self, group: Group, m: Message, src: int, dst: int, line: str) -> Callable[[], None]:
         def job() -> None:
             link = self._links.of(f"{group.key!r} {src}->{dst}", sorted((src, dst)))

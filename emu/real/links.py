@@ -7,6 +7,7 @@ backends are made directly, each in a part of the job's store named after the gr
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Sequence
@@ -108,7 +109,9 @@ class Links:
     def _meet(self, store: Any, name: str, members: Sequence[int]) -> None:
         """Waits until every member wants this link, looking again and again, so that giving up is possible."""
         store.set(f"here/{name}/{self.rank}", "")
-        keys = [f"here/{name}/{member}" for member in members]
+        self._look_for(store, [f"here/{name}/{member}" for member in members])
+
+    def _look_for(self, store: Any, keys: list[str]) -> None:
         pause_s = 0.0005
         while not self._ended.is_set():  # store.wait would print a warning at the end of every step
             if store.check(keys):
@@ -116,6 +119,17 @@ class Links:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
         raise RuntimeError("the run has ended")
+
+    def tell(self, key: str, words: Sequence[int]) -> None:
+        """Writes down some numbers, for the one who will look for them under this key."""
+        with self._guard:
+            self.store.set(f"words/{key}", json.dumps(list(words)))
+
+    def told(self, key: str) -> list[int]:
+        """Waits for what is written down under a key."""
+        store = self.store.clone()
+        self._look_for(store, [f"words/{key}"])
+        return json.loads(store.get(f"words/{key}"))
 
     def close(self) -> None:
         """Gives up every connection; what still waits on one ends with an error."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from emu.real.links import Link
 from emu.real.moves import as_bytes, from_bytes, gathered
 from emu.spmd.errors import EmuError
-from emu.spmd.layout import Layout, Partial, Replicate, Shard
+from emu.spmd.layout import Layout, Only, Partial, Replicate, Shard
 from emu.spmd.rank import Grads
 from emu.spmd.slices import Slices
 
@@ -44,6 +44,8 @@ def encode(value: Any, tensors: list[Tensor], path: str = "result") -> Any:
         return {"shard": value.dim}
     if isinstance(value, Slices):
         return {"slices": [value.dim, value.ranges]}
+    if isinstance(value, Only):
+        return {"only": list(value.at)}
     if isinstance(value, Replicate):
         return {"replicate": None}
     if isinstance(value, Partial):
@@ -90,6 +92,8 @@ def decode(data: Any, tensors: list[Tensor]) -> Any:
             return Shard(inner)
         case "slices":
             return Slices(*inner)
+        case "only":
+            return Only(tuple(inner))
         case "replicate":
             return Replicate()
         case "partial":

@@ -18,7 +18,7 @@ from emu.spmd.errors import (
     VirtualOutOfMemory,
 )
 from emu.spmd.group import Group
-from emu.spmd.layout import Layout, Partial, Replicate, Shard, same_bits, split_sizes
+from emu.spmd.layout import Layout, Only, Partial, Replicate, Shard, same_bits, split_sizes
 from emu.spmd.mesh import Mesh
 from emu.spmd.precision import Precision
 from emu.spmd.rank import Event, Grads, Rank, Stream, grads
@@ -49,6 +49,7 @@ __all__ = [
     "Layout",
     "Mesh",
     "MeshError",
+    "Only",
     "Partial",
     "PlanError",
     "Precision",

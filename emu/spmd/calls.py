@@ -157,6 +157,14 @@ class Channel(Protocol):
 
     def messages(self, group: Group, messages: list[Message]) -> Work: ...
 
+    def tell(self, group: Group, words: list[int], dst: int) -> None:
+        """Tells a member's host some numbers."""
+        ...
+
+    def told(self, group: Group, src: int) -> list[int]:
+        """Waits for the next numbers that a member tells this rank's host."""
+        ...
+
     def synchronous(self) -> AbstractContextManager[None]:
         """Within it, communication takes place on the current stream, and the rank waits for it at once."""
         ...

@@ -44,7 +44,18 @@ class Partial:
             raise EmuError(f"there is no Partial({self.op!r})", f"use one of {', '.join(COMBINE)}")
 
 
-Placement = Shard | Slices | Replicate | Partial
+@dataclass(frozen=True)
+class Only:
+    """Only the ranks at these indices of the axis hold it, all the same, bit for bit: a layer of one pipeline stage.
+
+    Args:
+        at: indices along the axis, lowest first.
+    """
+
+    at: tuple[int, ...]
+
+
+Placement = Shard | Slices | Replicate | Partial | Only
 
 
 def split_sizes(length: int, parts: int) -> list[int]:
@@ -67,6 +78,12 @@ class Layout:
     def __getitem__(self, axis: str) -> Placement:
         return self.placements.get(axis, Replicate())
 
+    def holds(self, mesh: Mesh, rank: int) -> bool:
+        """Whether a rank holds any of it (or an empty piece): not where the layout says that only others do."""
+        coords = mesh.coords(rank)
+        only = [(axis, p) for axis, p in self.placements.items() if isinstance(p, Only)]
+        return all(coords.get(axis, 0) in p.at for axis, p in only)
+
     def held(self, shape: Sequence[int], mesh: Mesh, rank: int, name: str = "tensor") -> tuple[tuple[Range, ...], ...]:
         """For every dimension of a whole of that shape, the ranges of it that `rank` holds, end to end, without empty ones.
 
@@ -79,6 +96,8 @@ class Layout:
             EmuError: an axis that the mesh lacks, a dimension that the shape lacks, ranges that are not the shape's.
         """
         folded = self._folded(mesh, name)
+        if not self.holds(mesh, rank):
+            return tuple(() for _ in shape)
         kept = [[(0, int(n))] for n in shape]
         sizes, coords = mesh.sizes(folded), mesh.coords(rank, folded)
         for axis, placement in self._placed(mesh, folded):
@@ -134,7 +153,7 @@ class Layout:
         """
         folded = self._folded(mesh, name)
         # Replicas are joined first: as single pieces, they are named if they differ.
-        axes = sorted(mesh.sizes(folded), key=lambda axis: isinstance(self[axis], Replicate))
+        axes = sorted(mesh.sizes(folded), key=lambda axis: isinstance(self[axis], (Replicate, Only)))
         return self._join(pieces, mesh, folded, axes, {}, name)[0]
 
     def _folded(self, mesh: Mesh, name: str) -> bool:
@@ -164,10 +183,10 @@ class Layout:
             rank = mesh.rank_at(at, folded)
             return pieces[rank], rank
         axis, rest = axes[0], axes[1:]
-        n = mesh.sizes(folded)[axis]
-        parts = [self._join(pieces, mesh, folded, rest, {**at, axis: i}, name) for i in range(n)]
-        tensors, ranks = [t for t, _ in parts], [rank for _, rank in parts]
         placement = self[axis]
+        indices = placement.at if isinstance(placement, Only) else range(mesh.sizes(folded)[axis])
+        parts = [self._join(pieces, mesh, folded, rest, {**at, axis: i}, name) for i in indices]
+        tensors, ranks = [t for t, _ in parts], [rank for _, rank in parts]
         if isinstance(placement, Shard):
             return torch.cat(tensors, placement.dim), ranks[0]
         if isinstance(placement, Slices):

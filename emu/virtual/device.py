@@ -223,6 +223,12 @@ class VirtualDevice:
             self._issued(stream, half, what, line)
         return MessagesWork(self, [(half, *part) for half, part in zip(halves, parts)], line)
 
+    def tell(self, group: Group, words: list[int], dst: int) -> None:
+        self.rendezvous.tell(group, words, dst)
+
+    def told(self, group: Group, src: int) -> list[int]:
+        return self.rendezvous.told(group, src)
+
     def _issued(self, stream: VirtualStream, item: Meeting | Half, what: str, line: str) -> None:
         if not item.done and not self._synchronous.depth:
             if self.tracker is None:

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from emu.spmd.calls import Call, Message
-from emu.spmd.errors import CollectiveMismatch
+from emu.spmd.errors import CollectiveMismatch, DataDependent
 from emu.virtual.diagnosis import called, cure, deadlock, described, left_open, named
 from emu.virtual.lines import user_line
 from emu.virtual.maths import carry_out, cuts_of
-from emu.virtual.scheduler import Scheduler
+from emu.virtual.scheduler import Scheduler, Waiting
 
 if TYPE_CHECKING:
     from emu.spmd.group import Group
@@ -67,6 +67,7 @@ class Rendezvous:
         self._meetings: dict[tuple[Any, int], Meeting] = {}
         self._halves: dict[tuple[Any, int, int], tuple[deque[Half], deque[Half]]] = {}
         self._presents: dict[Any, list[int]] = {}
+        self._words: dict[tuple[Any, int, int], deque[list[int]]] = {}
         scheduler.describe = deadlock
 
     def join(self, group: Group, seq: int, call: Call, line: str) -> Meeting:
@@ -140,6 +141,30 @@ class Rendezvous:
         for end in (half, other):
             self._complete(end)
         return half
+
+    def tell(self, group: Group, words: list[int], dst: int) -> None:
+        me, peer = group.members[group.rank], group.members[dst]
+        self._words.setdefault((group.key, me, peer), deque()).append(words)
+        if peer in self.scheduler.threads:
+            self.scheduler.wake(peer)
+
+    def told(self, group: Group, src: int) -> list[int]:
+        """What a member tells this rank next.
+
+        Raises:
+            DataDependent: a member that does not run, and so tells nothing.
+        """
+        me, peer = group.members[group.rank], group.members[src]
+        if peer not in self.scheduler.threads:
+            raise DataDependent(
+                f"rank {me} must hear from rank {peer} what shape it sends, but rank {peer} does not run",
+                f"let it run, too: emu.launch(..., ranks=[{peer}, {me}])",
+            )
+        words = self._words.setdefault((group.key, peer, me), deque())
+        if not words:
+            waiting = Waiting(f"{group.label}: a shape from rank {peer}", self.line_of(), lambda: [peer])
+            self.scheduler.block(me, waiting, lambda: bool(words))
+        return words.popleft()
 
     def carry_out(self, group: Group, calls: Sequence[Call], line: str) -> None:
         """Moves the data of a collective, outside of every rank's accounting. `line` is the last caller's."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from emu.parallel.tensor.cuts import Ranges
-from emu.spmd import Group, Layout, PlanError, Rank
+from emu.spmd import Group, Layout, Only, PlanError, Rank
 
 Kind = Literal["dense", "tokens", "experts"]
 
@@ -40,9 +40,11 @@ class Sharding:
         shapes: parameter name -> the whole's shape.
         rank: the rank.
         regions: names of the modules within which ranks compute different parts.
+        pipeline: whether ranks along pp hold parts of this one model; else each of them has a model of its own.
     """
 
     rank: Rank
+    pipeline: bool = False
     held: dict[str, Held] = field(default_factory=dict)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     regions: list[str] = field(default_factory=list)
@@ -57,7 +59,8 @@ class Sharding:
         return {name: held.layout for name, held in self.held.items() if held.layout.placements}
 
     def group_of(self, name: str, dense_axes: Sequence[str]) -> Group:
-        """The ranks over which the gradient of a parameter is summed: they hold the same of it, and see other tokens.
+        """The ranks of this one's stage over which the gradient of a parameter is summed: they hold the same of it, and
+        see other tokens.
 
         Args:
             dense_axes: the data axes, e.g. ("dp",).
@@ -67,6 +70,18 @@ class Sharding:
             return self.rank.group("edp")
         axes = [axis for axis in mesh.axes if axis in dense_axes or (kind == "tokens" and axis == "tp")]
         return self.rank.group(*axes) if axes else self.rank.group(members=[self.rank.id], label="alone")
+
+    def copies(self, name: str) -> tuple[int, ...]:
+        """The stages, by index along pp, that hold a parameter, this one among them: their gradients add up, too."""
+        placed = self.held[name].layout["pp"]
+        return placed.at if isinstance(placed, Only) else (self.rank.coords.get("pp", 0),)
+
+    def at_stages(self, members: Sequence[int], stages: Sequence[int]) -> list[int]:
+        """The ranks that lie at these stages as `members` do at this rank's."""
+        mesh = self.rank.mesh
+        if len(stages) == 1:
+            return list(members)
+        return [mesh.rank_at({**mesh.coords(member), "pp": stage}) for stage in stages for member in members]
 
     def check_axes(self, axes: Sequence[str]) -> None:
         """Raises a PlanError for data axes along which ranks hold other parts of a layer, or that leave tokens out."""
@@ -88,6 +103,6 @@ class Sharding:
             )
 
     def everyone(self) -> Group:
-        """All ranks that hold some of the model: those of the mesh, within a pipeline stage."""
-        axes = [axis for axis in self.rank.mesh.axes if axis != "pp"]
+        """All ranks that hold some of the model."""
+        axes = [axis for axis in self.rank.mesh.axes if axis != "pp" or self.pipeline]
         return self.rank.group(*axes)

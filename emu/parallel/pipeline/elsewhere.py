@@ -1,0 +1,103 @@
+"""A value that another stage computes. It has a shape, and no numbers.
+
+Every stage runs the plain model's own forward from the start. What modules of earlier stages would return is elsewhere,
+and so is what code between modules makes of it, at no cost. What depends on the batch alone (masks, rotations) is
+computed as it is. So one sees what a stage lacks: just what the stage before must send.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from emu.spmd import EmuError
+
+
+class Elsewhere(Tensor):
+    """A tensor without numbers; operations on it give more of the kind. Made by `elsewhere`."""
+
+    _where: torch.device
+    _whose: str
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        one = next(t for t in _tensors((args, kwargs)) if isinstance(t, Elsewhere))
+        name = getattr(func, "__name__", str(func))
+        if name == "__get__" and func == _DEVICE:
+            return one._where
+        if name in _READ:
+            raise EmuError(
+                f"{name} reads numbers of {one._whose}, which another stage computes",
+                "keep what depends on a layer's output inside a module, so that it belongs to that layer's stage",
+            )
+        written = args[0] if args and name.endswith("_") and not name.endswith("__") else kwargs.get("out")
+        if name == "__setitem__":
+            written = args[0]
+        if isinstance(written, Tensor) and not isinstance(written, Elsewhere):
+            raise EmuError(
+                f"{name} writes {one._whose}, which another stage computes, into a tensor of this stage",
+                "keep code that writes into tensors inside a module, so that it belongs to one stage",
+            )
+        with torch._C.DisableTorchFunctionSubclass(), torch._C._DisableTorchDispatch(), torch.no_grad():
+            out = func(*_on_meta(args), **_on_meta(kwargs))
+        return _marked(out, one)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        with torch._C.DisableTorchFunctionSubclass():
+            return f"Elsewhere({list(self.shape)} {self.dtype}, {self._whose})"
+
+
+_DEVICE: Any = vars(torch._C.TensorBase)["device"].__get__
+_READ = frozenset({"item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "nonzero"})
+
+
+def elsewhere(shape: torch.Size | tuple[int, ...], dtype: torch.dtype, device: torch.device, whose: str) -> Elsewhere:
+    """Such a value.
+
+    Args:
+        shape, dtype, device: as the value has them where it is.
+        whose: what it is, in words: "the output of blocks.0".
+    """
+    with torch._C._DisableTorchDispatch():
+        out: Any = torch.empty(shape, dtype=dtype, device="meta").as_subclass(Elsewhere)
+    out._where, out._whose = device, whose
+    return out
+
+
+def _on_meta(value: Any) -> Any:
+    if isinstance(value, Elsewhere):
+        return value.as_subclass(Tensor)
+    if isinstance(value, Tensor):
+        return torch.empty_like(value, device="meta")
+    if isinstance(value, torch.device):
+        return torch.device("meta")
+    if isinstance(value, dict):
+        return {k: torch.device("meta") if k == "device" else _on_meta(v) for k, v in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_on_meta(v) for v in value)
+    return value
+
+
+def _marked(value: Any, like: Elsewhere) -> Any:
+    if isinstance(value, Tensor):
+        out: Any = value.as_subclass(Elsewhere)
+        out._where, out._whose = like._where, like._whose
+        return out
+    if isinstance(value, (list, tuple)):
+        parts = [_marked(v, like) for v in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    return value
+
+
+def _tensors(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for v in value.values():
+            yield from _tensors(v)
+    elif isinstance(value, (list, tuple)):
+        for v in value:
+            yield from _tensors(v)

@@ -1,0 +1,234 @@
+"""Doing what a schedule says: one batch through one rank's stages, action by action."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+from torch.utils.checkpoint import checkpoint
+
+try:
+    from emu.parallel.pipeline.split import Split
+except ImportError:
+    Split = None
+
+from emu.parallel.pipeline import actions as a
+from emu.parallel.pipeline.actions import Action
+from emu.parallel.pipeline.mail import Form, Mail
+from emu.parallel.pipeline.stages import Stages
+
+
+class Context(NamedTuple):
+    """What surrounds the passes of a stage.
+
+    Fields:
+        forward: entered around each forward: precision, and the gathering of sharded parameters.
+        backward: entered around each backward: the summing of gradients.
+        factor: by which losses are multiplied before their backward, as a loss scale; 1.0 leaves them alone.
+        recompute: whether a stage keeps its input alone, and computes the rest again in its backward.
+    """
+
+    forward: Callable[[], AbstractContextManager[Any]]
+    backward: Callable[[], AbstractContextManager[Any]]
+    factor: float = 1.0
+    recompute: bool = False
+
+
+class Kept(NamedTuple):
+    """What a forward leaves for its backward.
+
+    Fields:
+        incoming: the stage's input; None on the first.
+        output: where the gradient of its output enters the graph, if it has one.
+        losses: its part of the loss, none or one.
+        split: what takes its backward apart, where the schedule does.
+    """
+
+    incoming: Tensor | None
+    output: Any
+    losses: tuple[Tensor, ...]
+    split: Split | None
+
+
+class Execution:
+    """One batch on one rank.
+
+    Args:
+        stages: those of this rank.
+        mail: what joins it to the others; None where it is alone.
+        row: what this rank does.
+        microbatches: (x, y) of each.
+        context: what surrounds passes.
+        trains: False runs forwards alone.
+    """
+
+    def __init__(
+        self,
+        stages: Stages,
+        mail: Mail | None,
+        row: Sequence[Action],
+        microbatches: Sequence[tuple[Tensor, Tensor]],
+        context: Context,
+        trains: bool = True,
+    ) -> None:
+        self.stages, self.mail, self.row, self.microbatches = stages, mail, row, microbatches
+        self.context, self.trains = context, trains
+        self.splits = any(part.kind == a.I for action in row for part in action.each())
+        self.total: Tensor | None = None  # of the losses computed here
+        self._kept: dict[tuple[int, int], Kept] = {}
+        self._outputs: dict[tuple[int, int], Tensor] = {}  # on their way to the next stage
+        self._gradients: dict[tuple[int, int], Tensor] = {}  # of a stage's input, on their way to the one before
+        self._forms: dict[tuple[int, int], Form] = {}  # of outputs
+
+    def run(self) -> Tensor | None:
+        """Carries out the row. Returns the sum of the losses computed on this rank; None: none was."""
+        for action in self.row:
+            for part in action.each():
+                if self.trains or part.kind in (a.F, a.SEND_F, a.RECV_F):
+                    _DO[part.kind](self, part.stage, part.microbatch)
+        if self.mail is not None:
+            self.mail.finish()
+        return self.total
+
+    # Messages.
+
+    def _like(self, microbatch: int) -> Any:
+        """What every stage knows of a microbatch alike."""
+        return tuple(self.microbatches[microbatch][0].shape)
+
+    def _send_output(self, stage: int, microbatch: int) -> None:
+        assert self.mail is not None
+        output = self._outputs.pop((stage, microbatch))
+        self.mail.send(a.SEND_F, stage, microbatch, output.contiguous(), self._like(microbatch))
+
+    def _send_gradient(self, stage: int, microbatch: int) -> None:
+        assert self.mail is not None
+        gradient = self._gradients.pop((stage, microbatch))
+        self.mail.send(a.SEND_B, stage, microbatch, gradient.contiguous(), self._like(microbatch))
+
+    def _expect_input(self, stage: int, microbatch: int) -> None:
+        assert self.mail is not None
+        self.mail.expect_input(stage, microbatch, self._like(microbatch))
+
+    def _expect_gradient(self, stage: int, microbatch: int) -> None:
+        assert self.mail is not None
+        self.mail.expect_gradient(stage, microbatch, lambda: self._forms.get((stage, microbatch)))
+
+    def _incoming(self, stage: int, microbatch: int) -> Tensor | None:
+        if not stage:
+            return None
+        here = self._outputs.pop((stage - 1, microbatch), None)  # of a stage on this rank
+        if here is None:
+            assert self.mail is not None
+            here = self.mail.take(a.F, stage, microbatch)
+        differs = self.trains and (here.is_floating_point() or here.is_complex())
+        return here.requires_grad_() if differs else here
+
+    def _gradient_of_output(self, stage: int, microbatch: int) -> Tensor:
+        here = self._gradients.pop((stage + 1, microbatch), None)
+        if here is not None:
+            return here
+        assert self.mail is not None
+        return self.mail.take(a.B, stage, microbatch)
+
+    # Computation.
+
+    def _forward(self, stage: int, microbatch: int) -> None:
+        self.stages.rank.mark(f"{stage}F{microbatch}")
+        incoming = self._incoming(stage, microbatch)
+        x, y = self.microbatches[microbatch]
+        split = Split() if self.splits else None
+        with self.context.forward():
+            if split is not None:
+                with split:
+                    output, loss = self._through(stage, incoming, x, y)
+            else:
+                output, loss = self._through(stage, incoming, x, y)
+        if loss is not None:
+            wide = torch.promote_types(loss.dtype, torch.float32)  # a sum in 8 or 11 bits would lose most of its terms
+            self.total = loss.detach().to(wide, copy=True) if self.total is None else self.total + loss.detach()
+            if self.context.factor != 1.0:
+                loss = loss.to(wide) * self.context.factor
+        edge = None
+        if output is not None:
+            self._outputs[stage, microbatch] = output.detach()
+            self._forms[stage, microbatch] = (tuple(output.shape), output.dtype)
+            edge = get_gradient_edge(output) if output.requires_grad else None
+        if self.trains:
+            losses = (loss,) if loss is not None and loss.requires_grad else ()
+            self._kept[stage, microbatch] = Kept(incoming, edge, losses, split)
+
+    def _through(
+        self, stage: int, incoming: Tensor | None, x: Tensor, y: Tensor
+    ) -> tuple[Tensor | None, Tensor | None]:
+        if not (self.context.recompute and self.trains):
+            return self.stages.forward(stage, incoming, x, y)
+        return checkpoint(self.stages.forward, stage, incoming, x, y, use_reentrant=False)  # type: ignore[return-value]
+
+    def _roots(self, stage: int, microbatch: int, kept: Kept) -> tuple[list[Any], list[Tensor]]:
+        """Where a backward starts, and with which gradients."""
+        roots: list[Any] = list(kept.losses)
+        gradients = [torch.ones_like(loss) for loss in kept.losses]
+        if (stage, microbatch) in self._forms:
+            gradient = self._gradient_of_output(stage, microbatch)
+            if kept.output is not None:
+                roots.append(kept.output)
+                gradients.append(gradient)
+        return roots, gradients
+
+    def _backward(self, stage: int, microbatch: int) -> None:
+        self.stages.rank.mark(f"{stage}B{microbatch}")
+        kept = self._kept.pop((stage, microbatch))
+        roots, gradients = self._roots(stage, microbatch, kept)
+        if roots:
+            with self.context.backward():
+                torch.autograd.backward(roots, gradients)
+                if kept.split is not None:
+                    kept.split.weights()
+        self._keep_gradient(stage, microbatch, kept.incoming)
+
+    def _backward_input(self, stage: int, microbatch: int) -> None:
+        self.stages.rank.mark(f"{stage}I{microbatch}")
+        kept = self._kept[stage, microbatch]
+        assert kept.split is not None
+        roots, gradients = self._roots(stage, microbatch, kept)
+        if roots:
+            with self.context.backward(), kept.split:
+                torch.autograd.backward(roots, gradients)
+        self._keep_gradient(stage, microbatch, kept.incoming)
+        self._kept[stage, microbatch] = Kept(None, None, (), kept.split)  # all that W needs
+
+    def _backward_weight(self, stage: int, microbatch: int) -> None:
+        self.stages.rank.mark(f"{stage}W{microbatch}")
+        kept = self._kept.pop((stage, microbatch))
+        assert kept.split is not None
+        with self.context.backward():
+            kept.split.weights()
+
+    def _keep_gradient(self, stage: int, microbatch: int, incoming: Tensor | None) -> None:
+        if incoming is not None:
+            found, incoming.grad = incoming.grad, None
+            self._gradients[stage, microbatch] = torch.zeros_like(incoming) if found is None else found
+
+
+def _nothing(execution: Execution, stage: int, microbatch: int) -> None:
+    """Gathering and freeing are done by the units themselves, as they are used."""
+
+
+_DO: dict[str, Callable[..., None]] = {
+    a.F: Execution._forward,
+    a.B: Execution._backward,
+    a.I: Execution._backward_input,
+    a.W: Execution._backward_weight,
+    a.SEND_F: Execution._send_output,
+    a.SEND_B: Execution._send_gradient,
+    a.RECV_F: Execution._expect_input,
+    a.RECV_B: Execution._expect_gradient,
+    a.UNSHARD: _nothing,
+    a.RESHARD: _nothing,
+    a.REDUCE_GRAD: _nothing,
+}

@@ -1,0 +1,147 @@
+"""What a rank sends to and receives from other ranks of a pipeline: outputs forward, their gradients backward.
+
+All is asynchronous: a send does not wait, and a receive is waited for at its use. What was sent must stay until it has
+arrived, which a message back tells at no cost: what a peer sent after it had used ours comes after ours. So nothing ever
+waits for a send before the end of the batch.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from emu.parallel.pipeline.actions import SEND_B, SEND_F, Action, B, F, I
+from emu.parallel.pipeline.schedule import Schedule
+from emu.spmd import EmuError, Rank
+from emu.spmd.words import tell, told
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128)
+
+Key = tuple[str, int, int]  # kind, stage, microbatch: of the receive
+Form = tuple[tuple[int, ...], torch.dtype]
+
+
+class Sent(NamedTuple):
+    """Something under way: its work, and where in the peer's row it is used."""
+
+    work: Any
+    used_at: int
+
+
+class Expected(NamedTuple):
+    """A receive that cannot be posted yet, because nobody has said what shape comes."""
+
+    key: Key
+    form: Callable[[bool], Form | None]  # whether to wait for it
+
+
+class Mail:
+    """One rank's messages along pp.
+
+    Args:
+        schedule: with sends and receives.
+    """
+
+    def __init__(self, rank: Rank, schedule: Schedule) -> None:
+        self.rank, self.here = rank, rank.coords.get("pp", 0)
+        members = rank.group("pp").members
+        self.forward = rank.group(members=members, label="pp.F")
+        self.backward = rank.group(members=members, label="pp.B")
+        self._forms: dict[tuple[int, Any], Form] = {}  # stage, microbatch's shape -> what its input is like
+        self._told: set[tuple[int, Any]] = set()
+        self.follow(schedule)
+
+    def follow(self, schedule: Schedule) -> None:
+        """From now on this schedule says in which order messages go."""
+        self.places = schedule.places
+        self._at = [{a: i for i, action in enumerate(row) for a in action.each()} for row in schedule.rows]
+        self._coming: dict[Key, tuple[Tensor, Any]] = {}
+        self._expected: dict[tuple[int, str], deque[Expected]] = {}  # by source and kind
+        self._sent: dict[int, deque[Sent]] = {}  # by peer
+
+    def send(self, kind: str, stage: int, microbatch: int, tensor: Tensor, like: Any) -> None:
+        """Sends a stage's output to the next stage, or its input's gradient to the one before.
+
+        Args:
+            like: of the microbatch, what its receiver knows, too: its shape.
+        """
+        forward = kind == SEND_F
+        other = stage + 1 if forward else stage - 1
+        peer = self.places[other, microbatch]
+        if forward and (other, like) not in self._told:
+            self._told.add((other, like))
+            tell(self.forward, [other, DTYPES.index(tensor.dtype), *tensor.shape], peer)
+        group = self.forward if forward else self.backward
+        work = group.send(tensor, peer, async_op=True, name=f"{stage}{kind[-1]}{microbatch}")
+        at = self._at[peer]
+        uses = (
+            (Action(other, F, microbatch),) if forward else (Action(other, B, microbatch), Action(other, I, microbatch))
+        )
+        used_at = next(at[a] for a in uses if a in at)
+        self._sent.setdefault(peer, deque()).append(Sent(work, used_at))
+
+    def expect_input(self, stage: int, microbatch: int, like: Any) -> None:
+        """A stage's input will come from the stage before: posts its receive as soon as its shape is known."""
+        peer = self.places[stage - 1, microbatch]
+
+        def form(wait: bool) -> Form | None:
+            found = self._forms.get((stage, like))
+            if found is None and wait:
+                words = told(self.forward, peer)
+                if words[0] != stage:
+                    raise EmuError(
+                        f"rank {self.rank} expected the shape of stage {stage}'s input, and heard of stage {words[0]}'s",
+                        "every rank must run the same schedule, on batches of the same shape",
+                    )
+                found = self._forms[stage, like] = (tuple(words[2:]), DTYPES[words[1]])
+            return found
+
+        self._expect(peer, Expected((F, stage, microbatch), form))
+
+    def expect_gradient(self, stage: int, microbatch: int, form: Callable[[], Form | None]) -> None:
+        """The gradient of a stage's output will come from the next stage. `form`: of that output, once there is one."""
+        self._expect(self.places[stage + 1, microbatch], Expected((B, stage, microbatch), lambda wait: form()))
+
+    def _expect(self, peer: int, expected: Expected) -> None:
+        self._expected.setdefault((peer, expected.key[0]), deque()).append(expected)
+        self._post(peer, expected.key[0], None)
+
+    def _post(self, peer: int, kind: str, until: Key | None) -> None:
+        """Posts receives from a peer in their order: as far as shapes are known, and up to `until` at any rate."""
+        queue = self._expected[peer, kind]
+        group = self.forward if kind == F else self.backward
+        while queue:
+            key, form = queue[0]
+            found = form(until is not None and until not in self._coming)
+            if found is None:
+                return
+            queue.popleft()
+            buffer = torch.empty(found[0], dtype=found[1], device=self.rank.device)
+            _, stage, microbatch = key
+            sender = stage - 1 if kind == F else stage + 1
+            work = group.recv(buffer, peer, async_op=True, name=f"{sender}{kind}{microbatch}")
+            self._coming[key] = buffer, work
+
+    def take(self, kind: str, stage: int, microbatch: int) -> Tensor:
+        """The input (F) or the gradient of the output (B) of a stage that was expected; the current stream waits for it."""
+        other = stage - 1 if kind == F else stage + 1
+        peer, key = self.places[other, microbatch], (kind, stage, microbatch)
+        if key not in self._coming:
+            self._post(peer, kind, key)
+        buffer, work = self._coming.pop(key)
+        work.wait()
+        sent_at = self._at[peer][Action(other, SEND_F if kind == F else SEND_B, microbatch)]
+        queue = self._sent.get(peer)
+        while queue and queue[0].used_at < sent_at:
+            queue.popleft().work.wait()
+        return buffer
+
+    def finish(self) -> None:
+        """The batch is over: waits for what is still under way."""
+        for queue in self._sent.values():
+            while queue:
+                queue.popleft().work.wait()

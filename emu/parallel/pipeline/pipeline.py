@@ -1,0 +1,220 @@
+"""Pipeline parallelism: every rank holds some layers of a model, and microbatches flow through the ranks.
+
+Losses are summed, and one division by the global number of tokens comes last, so it does not matter how a batch is cut
+into microbatches: uneven ones, and ones without rows, weigh what their tokens weigh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from emu.parallel.batch import Batch, as_batch, check_model, checked_plain, checked_rank
+from emu.parallel.data import DataParallel
+from emu.parallel.pipeline.checks import check
+from emu.parallel.pipeline.division import divided
+from emu.parallel.pipeline.executor import Context, Execution
+from emu.parallel.pipeline.lowering import lowered
+from emu.parallel.pipeline.mail import Mail
+from emu.parallel.pipeline.schedule import Generator, Schedule
+from emu.parallel.pipeline.schedules import make
+from emu.parallel.pipeline.stages import Stages
+from emu.parallel.scaling import LossScale
+from emu.parallel.tensor.held import Sharding
+from emu.spmd import EmuError, Group, PlanError, Rank, split_sizes
+
+
+class Pipeline(DataParallel):
+    """A model under pipeline and data parallelism. It is no module: `.model` is, with this rank's layers in it.
+
+    Args:
+        model: a plain module with `loss_sum(x, y)`, the sum of the loss over labels. It is cut between modules that are
+            called one after the other, each with the activations as its first argument; whatever else a module is passed
+            must follow from x and y alone. Its parameters are taken over.
+        rank: the rank it runs on; ranks along the mesh's axis pp form the pipeline.
+        axes: the mesh axes that cut the batch.
+        schedule: its name, a Schedule, or a generator of one: (rank, ranks, microbatches, chunks) -> that rank's actions.
+        microbatches: into how many each rank's rows are cut.
+        chunks: how many stages a rank holds, where the schedule lets one choose.
+        stages: where the model is cut: "even", layers per stage, or the names of modules (see `divided`).
+        recompute: keep only stages' inputs, and compute the rest again in their backward.
+        sharding: what `shard_model` returned, for a model that is cut inside its layers.
+        options: further arguments of DataParallel: zero, precision, ...
+
+    Raises:
+        PlanError: what the schedule cannot do, or a model that has fewer layers than there are stages.
+        EmuError: as DataParallel.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        rank: Rank,
+        *axes: str,
+        schedule: str | Schedule | Generator = "1f1b",
+        microbatches: int = 1,
+        chunks: int = 1,
+        stages: str | Sequence[int] | Sequence[str] = "even",
+        recompute: bool = False,
+        sharding: Sharding | None = None,
+        **options: Any,
+    ) -> None:
+        check_model(model)
+        checked_rank(rank, "Pipeline(model, rank, ...)")
+        if sharding is None:
+            checked_plain(model, "Pipeline(model, rank, ...)")
+        self._schedule_of = _maker(schedule, rank.mesh.axes.get("pp", 1), chunks)
+        self.schedule = self._schedule_of(microbatches)
+        self.recompute = recompute
+        self.stages = Stages(model, rank, self.schedule, divided(model, self.schedule.stages, stages), sharding)
+        self._follow(self.schedule)
+        self.mail = Mail(rank, self._lowered) if self.schedule.ranks > 1 else None
+        super().__init__(model, rank, *axes, sharding=self.stages.sharding, **options)
+
+    def _follow(self, schedule: Schedule) -> None:
+        if schedule.stages_of != self.schedule.stages_of:
+            raise PlanError(
+                f"with {schedule.microbatches} microbatches {schedule.name} lays stages out otherwise than with "
+                f"{self.schedule.microbatches}",
+                f"make the Pipeline with microbatches={schedule.microbatches}",
+                field="microbatches",
+            )
+        check(schedule)
+        self.schedule, self._lowered = schedule, lowered(schedule.compute())
+
+    # A training step.
+
+    def backward(
+        self,
+        batch: Batch | tuple[Tensor, Tensor],
+        sizes: Sequence[int] | None = None,
+        microbatches: int | Sequence[int] | None = None,
+        scale: LossScale | None = None,
+    ) -> Tensor:
+        """Computes the gradients of the mean loss over all tokens of the batch. Returns that loss, in float64.
+
+        Args:
+            sizes: rows of every rank along the data axes, in group order; balanced where not given.
+            microbatches: how many, where other than the Pipeline's; or the rows of each, which may differ, or be none.
+            scale: a LossScale; gradients stay scaled by it until the optimizer's step.
+        """
+        batch = as_batch(batch)
+        return self._backward(batch, self._cut(batch, sizes, microbatches), scale)
+
+    def add_gradients(
+        self,
+        batch: Batch | tuple[Tensor, Tensor],
+        sizes: Sequence[int] | None = None,
+        microbatches: int | Sequence[int] | None = None,
+    ) -> Tensor:
+        """Adds the gradients of a batch's summed loss to those of earlier ones: for steps of several batches.
+
+        `finish(tokens)` ends the step, with the labels that count in all of them. Arguments as for `backward`.
+
+        Returns:
+            The sum of the batch's losses that were computed on this rank.
+        """
+        return self._add_gradients(self._cut(as_batch(batch), sizes, microbatches), None)
+
+    def evaluate(
+        self,
+        batch: Batch | tuple[Tensor, Tensor],
+        sizes: Sequence[int] | None = None,
+        microbatches: int | Sequence[int] | None = None,
+    ) -> Tensor:
+        """The mean loss over all tokens of a batch, without gradients. Every rank must call it."""
+        batch = as_batch(batch)
+        with torch.no_grad():
+            total = self._run(self._cut(batch, sizes, microbatches), trains=False)
+        return self._losses().all_reduce(total, name="loss").div_(batch.tokens)
+
+    def loss_sum(self, x: Tensor, y: Tensor) -> Tensor:
+        raise EmuError(
+            "a stage of a pipeline has no loss of its own",
+            "call .backward(batch), or .add_gradients(batch) and .finish(tokens), or .evaluate(batch)",
+        )
+
+    def _cut(
+        self, batch: Batch, sizes: Sequence[int] | None, microbatches: int | Sequence[int] | None
+    ) -> list[tuple[Tensor, Tensor]]:
+        """This rank's microbatches; the schedule becomes one of so many."""
+        x, y = batch.part(self.group, sizes)
+        if microbatches is None:
+            microbatches = self.schedule.microbatches
+        if isinstance(microbatches, bool) or not isinstance(microbatches, (int, Sequence)) or not microbatches:
+            raise EmuError(f"microbatches={microbatches!r}", "give their number, at least 1, or the rows of each")
+        rows = split_sizes(len(x), microbatches) if isinstance(microbatches, int) else list(microbatches)
+        if min(rows) < 0 or sum(rows) != len(x):
+            raise EmuError(
+                f"microbatches of {rows} rows do not make up the {len(x)} rows of rank {self.rank}",
+                "give the rows of each, adding up to this rank's",
+            )
+        if len(rows) != self.schedule.microbatches:
+            self._follow(self._schedule_of(len(rows)))
+            if self.mail is not None:
+                self.mail.follow(self._lowered)
+        return list(zip(x.split(rows), y.split(rows)))
+
+    def _add_gradients(self, microbatches: Sequence[tuple[Tensor, Tensor]], scale: LossScale | None) -> Tensor:
+        with self.no_sync():  # ranks are at different microbatches: gradients are summed at the end
+            return self._run(microbatches, 1.0 if scale is None else scale.value)
+
+    def _run(self, microbatches: Sequence[tuple[Tensor, Tensor]], factor: float = 1.0, trains: bool = True) -> Tensor:
+        steps = self.summing.steps
+        context = Context(self._within_forward, lambda: self.summing.backward_pass(steps), factor, self.recompute)
+        row = self._lowered.rows[self.rank.coords.get("pp", 0)]
+        parts = [(self._as_activation(x), y) for x, y in microbatches]
+        try:
+            total = Execution(self.stages, self.mail, row, parts, context, trains).run()
+        except BaseException:
+            if self._gathering is not None:
+                self._gathering.give_up()
+            raise
+        # Ranks without the loss do not know its dtype.
+        return torch.zeros((), dtype=torch.float64, device=self.rank.device) if total is None else total.double()
+
+    @contextmanager
+    def _within_forward(self) -> Iterator[None]:
+        gathering = self._gathering
+        if gathering is not None:
+            gathering.enter(gathering.root)
+        with self._autocast():
+            yield
+        if gathering is not None:
+            gathering.leave(gathering.root)
+
+    def _losses(self) -> Group:
+        axes = [axis for axis in self.rank.mesh.axes if axis == "pp" or axis in self.axes]
+        return self.rank.group(*axes) if axes else self.group
+
+    def __repr__(self) -> str:
+        here = self.rank.coords.get("pp", 0)
+        stages = ", ".join(map(str, self.schedule.stages_of[here]))
+        return (
+            f"Pipeline({type(self.model).__name__} on {self.rank!r}: stage {stages} of {self.schedule.stages}, "
+            f"{self.schedule.name} with {self.schedule.microbatches} microbatches; .backward(batch) trains it)"
+        )
+
+
+def _maker(schedule: str | Schedule | Generator, ranks: int, chunks: int) -> Callable[[int], Schedule]:
+    """Microbatches -> schedule."""
+
+    def made(microbatches: int) -> Schedule:
+        if isinstance(schedule, Schedule):
+            if schedule.ranks != ranks or schedule.microbatches != microbatches:
+                raise PlanError(
+                    f"{schedule.name} is for {schedule.ranks} ranks and {schedule.microbatches} microbatches, but there are "
+                    f"pp={ranks} ranks and {microbatches} microbatches",
+                    f"say microbatches={schedule.microbatches} and pp={schedule.ranks}, or pass a generator of schedules",
+                    field="schedule",
+                )
+            return schedule
+        if isinstance(schedule, str):
+            return make(schedule, ranks, microbatches, chunks)
+        return Schedule.of(schedule, ranks, microbatches, chunks)
+
+    return made
