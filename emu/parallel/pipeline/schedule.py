@@ -112,7 +112,14 @@ class Schedule:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise PlanError(f"{what}={value!r} is not a whole number of at least 1", f"say {what}=4", field=what)
         name = getattr(generator, "__name__", "a schedule").replace("_", "-")
-        rows = tuple(tuple(generator(rank, ranks, microbatches, chunks)) for rank in range(ranks))
+        said = [generator(rank, ranks, microbatches, chunks) for rank in range(ranks)]
+        for rank, row in enumerate(said):
+            if not isinstance(row, Iterable) or isinstance(row, str):
+                raise EmuError(
+                    f"{name} returned {row!r} for rank {rank}, not its actions",
+                    "yield them one by one, or return a list; a schedule as text is Schedule.parse(text)",
+                )
+        rows = tuple(map(tuple, said))
         for row in rows:
             for action in row:
                 if not isinstance(action, Action):

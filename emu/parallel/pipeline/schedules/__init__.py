@@ -50,9 +50,9 @@ def make(name: str | Generator, ranks: int, microbatches: int, chunks: int = 1, 
 
 
 def _make(generator: Generator, name: str, ranks: int, microbatches: int, chunks: int, options: tuple) -> Schedule:
-    known = list(inspect.signature(generator).parameters)[4:] if options else []  # beyond rank, ranks and so on
+    known = _options(generator) if options else []
     for what, value in options:
-        if what not in known:
+        if what not in known and "**" not in known:
             raise PlanError(
                 f"{name} has no option {what}={value!r}",
                 f"its options are {', '.join(known)}" if known else "leave it out: it has no options",
@@ -68,6 +68,12 @@ def _make(generator: Generator, name: str, ranks: int, microbatches: int, chunks
 
 
 _cached = lru_cache(maxsize=32, typed=True)(_make)
+
+
+def _options(generator: Generator) -> list[str]:
+    """What a generator takes beyond rank, ranks, microbatches, chunks; "**" where it takes anything."""
+    parameters = list(inspect.signature(generator).parameters.values())[4:]
+    return ["**" if p.kind is inspect.Parameter.VAR_KEYWORD else p.name for p in parameters]
 
 
 def _found(name: str | Generator) -> tuple[Generator, str]:
