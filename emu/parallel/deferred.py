@@ -1,0 +1,206 @@
+"""Work for weights alone, put off during a backward: what a pipeline does later, when it would otherwise wait.
+
+A product's backward has two halves: the gradient of its input, for which other stages wait, and that of its weight, for
+which nobody does (Zero Bubble, arXiv 2401.10241). Here a product is one node of autograd's graph. Inside it is a graph of
+its own, of this product alone: backward walks that one to the input at once, and keeps its end, and the gradient that came,
+for later. So of all that a forward keeps, what remains in between is what the second half reads: the input and the
+gradient of every product's output.
+
+When the second half runs, one backward walks all those graphs to the weights. Autograd then adds up the uses of a weight
+in the order in which a whole backward would have, and calls its hooks once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+
+from emu.spmd import EmuError
+
+# What a product's node hangs on where none of its inputs has a gradient. It never gets one itself.
+ANCHOR = torch.empty(0, requires_grad=True)
+_ANCHOR_NODE = get_gradient_edge(ANCHOR).node
+
+
+class Late(NamedTuple):
+    """Weights' work that waits.
+
+    Attributes:
+        edge: where the product's own graph ends, at its output.
+        grad: the gradient of that.
+        number: autograd's number of the product's node: the higher, the later in forward.
+        task: autograd's number of the backward that came by: a reentrant checkpoint has one of its own.
+        weights: whose gradients are wanted.
+    """
+
+    edge: GradientEdge
+    grad: Tensor
+    number: int
+    task: int
+    weights: Iterable[nn.Parameter]
+
+
+class Deferred:
+    """The weights' work of one forward, in the order in which its backward came by."""
+
+    def __init__(self) -> None:
+        self._late: list[Late] = []
+
+    def held(self) -> list[Tensor]:
+        """Gradients of products' outputs that are kept for later."""
+        return [late.grad for late in self._late]
+
+    def product(
+        self, function: Callable[..., Tensor], data: Sequence[Tensor], weights: Iterable[nn.Parameter]
+    ) -> Tensor:
+        """function(*data), whose backward gives gradients to data at once, and to the weights in `run`.
+
+        Args:
+            function: reads weights by itself.
+            data: distinct tensors with gradients.
+            weights: all parameters that it may reach.
+        """
+        return _Product.apply(ANCHOR, self, function, weights, *data)
+
+    def defer(self, function: Callable[[], Sequence[Tensor | None]], weights: Sequence[nn.Parameter]) -> None:
+        """Within the backward of an autograd.Function: puts off what gives weights their gradients.
+
+        In its forward, the Function must have kept these weights from autograd, by detach(): see `deferring`.
+
+        Args:
+            function: called in `run`; returns a gradient, or None, for each of the weights.
+        """
+        node = torch._C._current_autograd_node()
+        assert node is not None, "defer is called outside of a backward"
+        with torch.enable_grad():
+            edge = get_gradient_edge(_Function.apply(function, *weights))
+        made: Any = edge.node
+        made._set_sequence_nr(node._sequence_nr())  # its place among the weights' other uses
+        grad = ANCHOR.detach()
+        self._late.append(Late(edge, grad, node._sequence_nr(), torch._C._current_graph_task_id(), weights))
+
+    def run(self) -> None:
+        """Gives every weight its gradient."""
+        late, self._late = self._late, []
+        if not late:
+            return
+        tasks = {one.task for one in late}
+        if len(tasks) == 1:
+            _backward(late, {id(w): w for one in late for w in one.weights}.values())
+            return
+        # Every reentrant checkpoint adds to .grad by itself, when it has seen the last use of a weight.
+        last: dict[tuple[int, int], tuple[int, nn.Parameter]] = {}
+        for i, one in enumerate(late):
+            last |= {(one.task, id(w)): (i, w) for w in one.weights}
+        for (task, _), (_, weight) in sorted(last.items(), key=lambda item: item[1][0]):
+            _backward([one for one in late if one.task == task], [weight], keep=True)
+
+
+def deferring() -> Deferred | None:
+    """What puts off weights' work in the forward under way, if anything does.
+
+    An autograd.Function that computes weights' gradients may ask in its forward. If there is something, it gives autograd
+    detached weights, and `ANCHOR` in their place, and calls `.defer` in its backward.
+    """
+    for mode in reversed(torch.overrides._get_current_function_mode_stack()):
+        if isinstance(found := getattr(mode, "deferred", None), Deferred):
+            return found
+    return None
+
+
+def _backward(late: Sequence[Late], weights: Iterable[nn.Parameter], keep: bool = False) -> None:
+    numbers = [one.edge.node._sequence_nr() for one in late]
+    if any(a <= b for a, b in pairwise(numbers)):  # what a checkpoint computed again has new numbers
+        for one in late:
+            _renumber(one.edge.node, one.number)
+    torch.autograd.backward([one.edge for one in late], [one.grad for one in late], keep, inputs=list(weights))
+
+
+def _renumber(node: Any, number: int) -> None:
+    """Gives a product's graph its place of old in autograd's order, which goes by numbers, highest first."""
+    if node.next_functions:  # not a weight's own
+        node._set_sequence_nr(number)
+        for below, _ in node.next_functions:
+            if below is not None:
+                _renumber(below, number)
+
+
+class _Product(Function):
+    """Forward: the product. Backward: its inputs' gradients; the weights' wait."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, deferred: Deferred, function: Any, weights: Any, *data: Tensor) -> Tensor:
+        with torch.enable_grad():
+            inlets = [_Inlet.apply(anchor, x) for x in data]
+            if _checkpointed():
+                # A checkpoint keeps nothing, so neither the graph: it keeps the ticket, and a new graph comes with it.
+                with saved_tensors_hooks(_same, _same):
+                    out = function(*inlets)
+            else:
+                out = function(*inlets)
+        ctx.rest = deferred, weights
+        ctx.set_materialize_grads(False)
+        with torch._C._DisableTorchDispatch():  # no part of the program
+            ticket: Any = anchor.detach()
+        ticket.inner = get_gradient_edge(out), [get_gradient_edge(x) for x in inlets]
+        ctx.save_for_backward(ticket)
+        return out.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> Any:
+        if grad is None:
+            return (None,) * len(ctx.needs_input_grad)
+        if torch.is_grad_enabled():
+            raise EmuError(
+                "this forward takes gradients of gradients, which a backward in two parts does not",
+                "choose a schedule whose backwards are whole, such as 1f1b",
+            )
+        edge, inlets = ctx.saved_tensors[0].inner
+        deferred, weights = ctx.rest
+        if torch._C._will_engine_execute_node(_ANCHOR_NODE):  # not torch.autograd.grad, which leaves .grad alone
+            task = torch._C._current_graph_task_id()
+            deferred._late.append(Late(edge, grad, ctx._sequence_nr(), task, weights))
+        grads = torch.autograd.grad([edge], inlets, [grad], retain_graph=True, allow_unused=True) if inlets else ()
+        return None, None, None, None, *grads
+
+
+class _Inlet(Function):
+    """Where data enters a product's own graph. Unlike a leaf, its node does not hold on to the data."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        raise AssertionError("a product's gradients end before its inlets")
+
+
+class _Function(Function):
+    """Forward: nothing. Backward: the gradients of weights that a function returns."""
+
+    @staticmethod
+    def forward(ctx: Any, function: Any, *weights: Tensor) -> Tensor:
+        ctx.function = function
+        return ANCHOR.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        function, ctx.function = ctx.function, None
+        return None, *function()
+
+
+def _checkpointed() -> bool:
+    """Whether a checkpoint is what would keep the tensors that are saved now."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
+    return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
