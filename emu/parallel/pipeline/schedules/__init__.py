@@ -10,11 +10,16 @@ from typing import Any
 
 from emu.parallel.pipeline.actions import Action
 from emu.parallel.pipeline.schedule import Generator, Schedule
+from emu.parallel.pipeline.schedules.dualpipe import dualpipe
+from emu.parallel.pipeline.schedules.dualpipe_v import dualpipev
 from emu.parallel.pipeline.schedules.gpipe import gpipe
 from emu.parallel.pipeline.schedules.interleaved import interleaved
 from emu.parallel.pipeline.schedules.one_f_one_b import one_f_one_b
+from emu.parallel.pipeline.schedules.v_half import v_half
+from emu.parallel.pipeline.schedules.v_min import v_min
 from emu.parallel.pipeline.schedules.zb_h1 import zb_h1
 from emu.parallel.pipeline.schedules.zb_h2 import zb_h2
+from emu.parallel.pipeline.schedules.zb_v import zb_v
 from emu.spmd import PlanError
 
 SCHEDULES: dict[str, Generator] = {  # a schedule is one file, one import and one line here
@@ -23,6 +28,11 @@ SCHEDULES: dict[str, Generator] = {  # a schedule is one file, one import and on
     "interleaved": interleaved,
     "zb-h1": zb_h1,
     "zb-h2": zb_h2,
+    "zb-v": zb_v,
+    "v-half": v_half,
+    "v-min": v_min,
+    "dualpipe": dualpipe,
+    "dualpipev": dualpipev,
 }
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from emu.parallel.pipeline.actions import Action
-from emu.parallel.pipeline.schedules._words import Chunk, numbered, two_chunks
 from emu.parallel.pipeline.schedules.dualpipe_v import words
+from emu.parallel.pipeline.words import Chunk, numbered, two_chunks
 from emu.spmd import PlanError
 
 
@@ -18,7 +18,11 @@ def dualpipe(rank: int, ranks: int, microbatches: int, chunks: int = 2) -> Itera
 
     The first half of the microbatches (rounded up) goes from rank 0 to the last, the second half from the last to 0. So a
     rank holds two stages of the model, r and `ranks` - 1 - r, and a stage is held by two ranks. Each half of the ranks is
-    a V as in DualPipeV, one the mirror of the other. Fewer than 2 `ranks` microbatches run as the first of so many.
+    a V as in DualPipeV, one the mirror of the other, and each microbatch turns from one to the other in the middle.
+
+    A rank holds at most p + 1 activations of one microbatch on one stage; 1F1B holds p. Where F, I and W last equally
+    long, the ranks in the middle idle (p/2 - 1) (F&B + B - 3W), with B = I + W and F&B for a pair. Fewer than 2p
+    microbatches run as in DualPipeV.
 
     Args:
         rank: whose row.
@@ -33,7 +37,7 @@ def dualpipe(rank: int, ranks: int, microbatches: int, chunks: int = 2) -> Itera
     if ranks % 2:
         raise PlanError(
             f"dualpipe needs an even number of ranks, but pp={ranks}: rank {ranks // 2} would be its own mirror",
-            f"use pp={ranks + 1}, or dualpipe-v, which runs on any number",
+            f"use pp={ranks + 1}, or dualpipev, which runs on any number",
             field="pp",
             value=ranks,
             nearest=ranks + 1,
@@ -41,4 +45,5 @@ def dualpipe(rank: int, ranks: int, microbatches: int, chunks: int = 2) -> Itera
     half = microbatches - microbatches // 2
     down, up = Chunk(rank, 0, half), Chunk(ranks - 1 - rank, half, microbatches // 2)
     inner = min(rank, ranks - 1 - rank)  # which rank of its V: microbatches enter at 0, and turn at the last
-    return numbered(words(inner, ranks // 2, max(half, ranks)), (down, up) if inner == rank else (up, down))
+    pattern = words(inner, ranks // 2, max(half, ranks))
+    return numbered(pattern, (down, up) if inner == rank else (up, down), split=microbatches < 2 * ranks)

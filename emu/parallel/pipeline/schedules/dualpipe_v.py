@@ -10,13 +10,17 @@ from collections import deque
 from collections.abc import Iterator
 
 from emu.parallel.pipeline.actions import Action
-from emu.parallel.pipeline.schedules._words import Word, numbered, two_chunks, v_shaped
+from emu.parallel.pipeline.words import Word, numbered, two_chunks, v_shaped
 
 
-def dualpipe_v(rank: int, ranks: int, microbatches: int, chunks: int = 2) -> Iterator[Action]:
+def dualpipev(rank: int, ranks: int, microbatches: int, chunks: int = 2) -> Iterator[Action]:
     """One rank's row of DualPipeV: pairs of a forward and a whole backward at the same time.
 
-    Fewer than 2 `ranks` microbatches run as the first of so many.
+    A rank holds at most 2p + 1 activations of one microbatch on one chunk; 1F1B holds 2p of such. Where F, I and W last
+    equally long, the ranks at the turn idle (p - 1) (F&B + B - 3W), with B = I + W and F&B for a pair.
+
+    Fewer than 2p microbatches, for which DeepSeek has no order, run as the first of 2p, and backwards without a forward
+    beside them in two parts: the whole is then never later, and no more is held.
 
     Args:
         rank: whose row.
@@ -27,8 +31,9 @@ def dualpipe_v(rank: int, ranks: int, microbatches: int, chunks: int = 2) -> Ite
     Raises:
         PlanError: another number of chunks.
     """
-    two_chunks("dualpipe-v", chunks)
-    return numbered(words(rank, ranks, max(microbatches, 2 * ranks)), v_shaped(rank, ranks, microbatches))
+    two_chunks("dualpipev", chunks)
+    pattern = words(rank, ranks, max(microbatches, 2 * ranks))
+    return numbered(pattern, v_shaped(rank, ranks, microbatches), split=microbatches < 2 * ranks)
 
 
 def words(r: int, p: int, m: int) -> Iterator[Word]:

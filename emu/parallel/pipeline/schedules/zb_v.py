@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from emu.parallel.pipeline.actions import Action
-from emu.parallel.pipeline.schedules._words import Word, numbered, two_chunks, v_shaped
+from emu.parallel.pipeline.words import Word, numbered, two_chunks, v_shaped
 
 
 def zb_v(rank: int, ranks: int, microbatches: int, chunks: int = 2) -> Iterator[Action]:
@@ -32,17 +32,15 @@ def zb_v(rank: int, ranks: int, microbatches: int, chunks: int = 2) -> Iterator[
 
 
 def _words(r: int, p: int, m: int) -> Iterator[Word]:
-    f, F, i, I, w, W = ("F0",), ("F1",), ("I0",), ("I1",), ("W0",), ("W1",)  # noqa: E741, N806  # as the paper's colours
     for times, words in (
-        (2 * (p - r) - 1, (f,)),  # until the first microbatch is back
-        (r, (F, f)),
-        (p - r, (F, I, W)),  # until its gradient is back
-        (m - 2 * p + r + 1, (f, i, w, F, I, W)),  # steady: all six, no waiting
-        (p - r - 1, (i, w, F, I, W)),
-        (r, (i, I)),  # weights wait: gradients are what other ranks wait for
-        (p - r, (i, w)),
-        (r, (W,)),
-        (r, (w,)),
+        (2 * (p - r) - 1, "F0"),  # until the first microbatch is back
+        (r, "F1 F0"),
+        (p - r, "F1 I1 W1"),  # until its gradient is back
+        (m - 2 * p + r + 1, "F0 I0 W0 F1 I1 W1"),  # steady: all six, no waiting
+        (p - r - 1, "I0 W0 F1 I1 W1"),
+        (r, "I0 I1"),  # gradients are what other ranks wait for, so weights do
+        (p - r, "I0 W0"),
+        (r, "W1"),
+        (r, "W0"),
     ):
-        for _ in range(times):
-            yield from words
+        yield from [(word,) for word in words.split()] * times

@@ -26,11 +26,16 @@ class Chunk(NamedTuple):
     count: int
 
 
-def numbered(words: Iterable[Word], chunks: tuple[Chunk, Chunk]) -> Iterator[Action]:
+def numbered(words: Iterable[Word], chunks: tuple[Chunk, Chunk], split: bool = False) -> Iterator[Action]:
     """Actions from words: the third "F0" is chunk 0's forward of its third microbatch.
 
     A microbatch needs nothing of another, so the words of those beyond a chunk's count fall out without any harm to the
     rest: this is how a pattern for many microbatches runs few. A pair that loses a part is the other part alone.
+
+    Args:
+        words: of one rank, in order.
+        chunks: that rank's.
+        split: a whole backward that is no part of a pair becomes its two parts, so that others wait less for the first.
     """
     done = ([0, 0, 0], [0, 0, 0])
     for word in words:
@@ -43,10 +48,13 @@ def numbered(words: Iterable[Word], chunks: tuple[Chunk, Chunk]) -> Iterator[Act
                 counts[counter] += 1
             if index < chunk.count:
                 parts.append(Action(chunk.stage, kind, chunk.first + index))
-        if len(parts) == 1:
-            yield parts[0]
-        elif parts:
+        if len(parts) > 1:
             yield overlap(*parts)
+        elif parts and split and parts[0].kind == "B":
+            yield parts[0]._replace(kind="I")
+            yield parts[0]._replace(kind="W")
+        else:
+            yield from parts
 
 
 def v_shaped(rank: int, ranks: int, microbatches: int) -> tuple[Chunk, Chunk]:
