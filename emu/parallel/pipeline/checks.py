@@ -5,7 +5,7 @@ from __future__ import annotations
 from emu.parallel.pipeline.actions import COMPUTE, REDUCE_GRAD, RESHARD, UNSHARD, Action, B, F, I, W
 from emu.parallel.pipeline.deadlock import deadlock
 from emu.parallel.pipeline.ends import channels, ends
-from emu.parallel.pipeline.needs import Needs, error
+from emu.parallel.pipeline.needs import Needs, Walk, error, needs_of
 from emu.parallel.pipeline.schedule import Schedule
 from emu.spmd import ScheduleError
 
@@ -25,20 +25,24 @@ def check(schedule: Schedule, blocking: bool = False, grouped: bool = False) -> 
         ScheduleError: it cannot; says which rank, where in its row, in which action, and what is missing. Of a deadlock
             it shows the cycle, a line a rank.
     """
-    needs = Needs(schedule, blocking, grouped)
+    needs = needs_of(schedule)
     _twice(needs)
     _complete(needs)
-    if needs.explicit:
+    if needs.explicit or blocking:
         ends(needs)
         channels(needs)
     _gathers(needs)
-    for _ in needs.walk():
+    walk = Walk(needs, blocking, grouped)
+    for _ in walk:
         pass
-    if needs.stuck:
-        raise deadlock(needs)
+    if needs.late or walk.stuck:
+        raise deadlock(walk)
 
 
 def _twice(needs: Needs) -> None:
+    counted = sum(a[2] is not None for a in needs.where)
+    if counted == sum(len(action.parts) or action.microbatch is not None for row in needs.rows for action in row):
+        return
     seen: dict[Action, tuple[int, int]] = {}
     for rank, row in enumerate(needs.rows):
         for position, action in enumerate(row):
@@ -53,18 +57,19 @@ def _twice(needs: Needs) -> None:
 
 def _complete(needs: Needs) -> None:
     """Every stage has for every microbatch a forward and a backward, whole or in two parts, all on one rank."""
-    where = needs.where
+    where, stride = needs.where, needs.stride
     microbatches = 1 + max((a[2] for a in where if a[1] in COMPUTE), default=-1)
     if not microbatches:
         raise error("missing", "the schedule computes nothing", "give every rank its row: Schedule.parse('0F0 0B0')")
     for stage in range(needs.last + 1):  # however large a wrong number is, the first gap comes soon
         for microbatch in range(microbatches):
-            rank = where.get((stage, F, microbatch, ()))
-            whole = where.get((stage, B, microbatch, ()))
-            inputs = where.get((stage, I, microbatch, ()))
-            weights = where.get((stage, W, microbatch, ()))
-            backward = (whole, inputs, weights)
-            if rank is None or (backward != (rank, None, None) and backward != (None, rank, rank)):
+            forward = where.get((stage, F, microbatch, ()), -1)
+            whole = where.get((stage, B, microbatch, ()), -1)
+            inputs = where.get((stage, I, microbatch, ()), -1)
+            weights = where.get((stage, W, microbatch, ()), -1)
+            rank = forward // stride
+            backward = whole // stride, inputs // stride, weights // stride  # -1 of what is nowhere
+            if forward < 0 or (backward != (rank, -1, -1) and backward != (-1, rank, rank)):
                 raise _incomplete(needs, stage, microbatch)
 
 
@@ -74,27 +79,28 @@ def _incomplete(needs: Needs, stage: int, microbatch: int) -> ScheduleError:
     there = [a for a in (forward, whole, inputs, weights) if a in where]
     have = " and ".join(f"{a} ({needs.place(a)})" for a in there)
     if forward not in where:
-        holders = sorted({rank for a, rank in where.items() if a[0] == stage and a[1] in COMPUTE})
+        holders = sorted({place // needs.stride for a, place in where.items() if a[0] == stage and a[1] in COMPUTE})
         wrong = f"{forward} is missing: no rank runs the forward of stage {stage} for microbatch {microbatch}"
         wrong += f", and yet there is {have}" if there else ""
         who = f"rank {' or '.join(map(str, holders))}, which has stage {stage}," if holders else "some rank"
         return error("missing", wrong, f"{who} should run {forward}", forward, holders[0] if holders else None)
     if whole in where and len(there) > 2:
         hint = f"keep {whole}, or {inputs} and {weights}: a backward is whole or in two parts"
-        return error("twice", f"there is more than one backward: {have}", hint, there[-1], where[there[-1]])
+        return error("twice", f"there is more than one backward: {have}", hint, there[-1], needs.rank(there[-1]))
     if len(there) == 1 or (whole not in where and len(there) == 2):
         lacks = [a for a in (inputs, weights) if a not in where]
         what = f"{whole}, or {inputs} and {weights}" if len(lacks) == 2 else str(lacks[0])
         wrong = f"{what} is missing: there is {have}, but no rank has that"
-        rank = where[forward]
+        rank = needs.rank(forward)
         return error("missing", wrong, f"rank {rank}, which runs {forward}, should run it, too", lacks[0], rank)
-    astray = next(a for a in there if where[a] != where[forward])
+    astray = next(a for a in there if needs.rank(a) != needs.rank(forward))
     return error(
         "misplaced",
         f"{astray} is on another rank than its forward: {have}",
-        f"put it on rank {where[forward]}, which keeps what {forward} leaves for it",
+        f"put it on rank {needs.rank(forward)}, which keeps what {forward} leaves for it",
         astray,
-        where[astray],
+        needs.rank(astray),
+        needs.position(astray),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from emu.parallel.pipeline.actions import COMMUNICATION, RECV_B, RECV_F, SEND_B, SEND_F, Action, F
-from emu.parallel.pipeline.needs import Key, Needs, error, other_end
+from emu.parallel.pipeline.needs import Needs, error, other_end
 from emu.spmd import ScheduleError
 
 
@@ -16,21 +16,22 @@ def ends(needs: Needs) -> None:
     Raises:
         ScheduleError: one is missing, stands in another row, or moves nothing.
     """
-    where = needs.where
+    where, stride = needs.where, needs.stride
     right = 0
-    for (stage, kind, microbatch, _), rank in where.items():
+    for (stage, kind, microbatch, _), place in where.items():
         if kind == F and stage < needs.last:
-            after = where[stage + 1, F, microbatch, ()]
+            rank = place // stride
+            after = where[stage + 1, F, microbatch, ()] // stride
             if after != rank:
                 right += 4
-                for end, place in (
+                for end, holder in (
                     ((stage, SEND_F, microbatch, ()), rank),
                     ((stage + 1, RECV_F, microbatch, ()), after),
                     ((stage + 1, SEND_B, microbatch, ()), after),
                     ((stage, RECV_B, microbatch, ()), rank),
                 ):
-                    if where.get(end) != place:
-                        raise _missing(needs, Action(*end), place)
+                    if where.get(end, -1) // stride != holder:
+                        raise _missing(needs, Action(*end), holder)
     if right < sum(a[1] in COMMUNICATION for a in where):
         raise _idle(needs)
 
@@ -55,7 +56,7 @@ def _idle(needs: Needs) -> ScheduleError:
         for position, action in enumerate(row):
             if action.kind in COMMUNICATION:
                 beyond = other_end(action)[0]
-                giver, taker = (needs.where.get((s, F, action.microbatch, ())) for s in (action.stage, beyond))
+                giver, taker = (needs.rank((s, F, action.microbatch, ())) for s in (action.stage, beyond))
                 if giver is None or taker is None or giver == taker:
                     why = f"no rank runs microbatch {action.microbatch} on both stages {action.stage} and {beyond}"
                     if giver is not None and giver == taker:
@@ -71,27 +72,26 @@ def channels(needs: Needs) -> None:
     Raises:
         ScheduleError: the orders differ.
     """
-    sent: dict[tuple[int, int, str], list[Key]] = {}
-    received: dict[tuple[int, int, str], list[Key]] = {}
+    where, stride = needs.where, needs.stride
     for rank, row in enumerate(needs.rows):
+        latest: dict[
+            tuple[int, str], tuple[int, Action]
+        ] = {}  # of each channel, the place of the last send, and its receive
         for action in row:
-            if action.kind in (SEND_F, SEND_B):
-                end = other_end(action)
-                sent.setdefault((rank, needs.where[end], end[1]), []).append(end)
-            elif action.kind in (RECV_F, RECV_B):
-                received.setdefault((needs.where[other_end(action)], rank, action.kind), []).append(action)
-    for channel, arriving in sent.items():
-        expected = received[channel]
-        if arriving != expected:
-            source, rank, _ = channel
-            end, found = next((Action(*e), Action(*f)) for e, f in zip(arriving, expected) if e != f)
-            send = Action(*other_end(end))
-            raise error(
-                "order",
-                f"rank {rank} receives {found} ({needs.place(found)}) before {end} ({needs.place(end)}), but rank {source} "
-                f"sends {send} ({needs.place(send)}) first: the data of one would be taken for the other's",
-                f"receive in the order in which rank {source} sends, or let lowered(schedule) add sends and receives",
-                found,
-                rank,
-                needs.position(found),
-            )
+            if action.kind in (RECV_F, RECV_B):
+                send = where[other_end(action)]
+                channel = send // stride, action.kind
+                sent, before = latest.get(channel, (-1, action))
+                if send < sent:
+                    source = channel[0]
+                    raise error(
+                        "order",
+                        f"rank {rank} receives {before} ({needs.place(before)}) before {action} ({needs.place(action)}), "
+                        f"but rank {source} sends {needs.at(send)} (position {send % stride}) before {needs.at(sent)} "
+                        f"(position {sent % stride}): the data of one would be taken for the other's",
+                        f"receive in the order in which rank {source} sends, or let lowered(schedule) add both ends",
+                        before,
+                        rank,
+                        needs.position(before),
+                    )
+                latest[channel] = send, action

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 
 from emu.parallel.pipeline.actions import (
     BACKWARD,
@@ -24,6 +25,7 @@ from emu.parallel.pipeline.schedule import Schedule
 from emu.spmd import EmuError, ScheduleError
 
 Key = tuple  # (stage, kind, microbatch, ()): equal to the Action, and much cheaper to make ten thousands of
+NUMBERED = COMPUTE | COMMUNICATION  # kinds of one microbatch; others are of a whole stage
 
 
 class Needs:
@@ -33,46 +35,80 @@ class Needs:
     stage after; a backward of weights the one of inputs. Where the giver is on another rank and the schedule says
     its sends and receives, the receive must have been posted and the send reached instead.
 
-    Args:
-        schedule: any, also one with mistakes.
-        blocking: a send or a receive holds up its rank until the other rank has come to the other end of it.
-        grouped: of blocking ones, those that stand next to each other in a row start together.
+    Attributes:
+        rows: the schedule's.
+        where: place of everything; a place is a number, rank * stride + position in the row.
+        last: the last stage.
+        kinds: all kinds there are.
+        explicit: whether sends and receives are in the rows.
+        crossing: of every place, what must be done on other ranks before it can start.
+        late: places that need something that is nowhere, or later in their own row.
 
     Raises:
-        ScheduleError: something in it is no action that can be.
+        ScheduleError: something in the schedule is no action that can be.
     """
 
-    def __init__(self, schedule: Schedule, blocking: bool = False, grouped: bool = False) -> None:
+    def __init__(self, schedule: Schedule) -> None:
         _read(schedule)
         self.rows = schedule.rows
-        self.blocking, self.grouped = blocking, grouped
-        self.where: dict[Key, int] = {a: r for r, row in enumerate(self.rows) for x in row for a in x.parts or (x,)}
-        self.last = max((a[0] for a in self.where if a[1] in COMPUTE), default=-1)
+        self.stride = 1 + max(map(len, self.rows), default=0)
+        self.where: dict[Key, int] = {
+            a: place
+            for rank, row in enumerate(self.rows)
+            for place, action in enumerate(row, rank * self.stride)
+            for a in action.parts or (action,)
+        }
         self.kinds = {a[1] for a in self.where}
-        self.explicit = blocking or not self.kinds.isdisjoint(COMMUNICATION)
-        self.stuck: dict[int, tuple[int, Key]] = {}
+        self.last = max((a[0] for a in self.where if a[1] in COMPUTE), default=-1)
+        self.explicit = not self.kinds.isdisjoint(COMMUNICATION)
+        self.crossing: dict[int, tuple[int, ...]] = {}
+        self.late: list[int] = []
+        where = self.where
+        for rank, row in enumerate(self.rows):
+            first = rank * self.stride
+            after = first + self.stride
+            for place, action in enumerate(row, first):
+                if action[1] in (RECV_F, RECV_B):  # the most frequent, and needs nothing
+                    continue
+                for key in self.of(action, rank):
+                    giver = where.get(key, place)
+                    if not first <= giver < after:
+                        self.crossing[place] = (*self.crossing.get(place, ()), giver)
+                    elif giver >= place:
+                        self.late.append(place)
+
+    def at(self, place: int) -> Action:
+        """What stands at a place."""
+        rank, position = divmod(place, self.stride)
+        return self.rows[rank][position]
+
+    def rank(self, action: Action | Key) -> int | None:
+        """The rank that has an action, or None."""
+        place = self.where.get(action)
+        return None if place is None else place // self.stride
+
+    def position(self, action: Action | Key) -> int:
+        """Where in its rank's row an action stands."""
+        return self.where[action] % self.stride
+
+    def place(self, action: Action | Key) -> str:
+        """Where an action stands, in words."""
+        return f"rank {self.rank(action)}, position {self.position(action)}"
 
     def gradient(self, stage: int, microbatch: int | None) -> Key:
         """What gives the gradient of a stage's input: its I, or the whole B."""
         of_input = (stage, I, microbatch, ())
         return of_input if of_input in self.where else (stage, B, microbatch, ())
 
-    def position(self, action: Action | Key) -> int:
-        """Where in its rank's row an action stands."""
-        return next(n for n, other in enumerate(self.rows[self.where[action]]) if action in (other, *other.parts))
-
-    def place(self, action: Action | Key) -> str:
-        """Where an action stands, in words."""
-        return f"rank {self.where[action]}, position {self.position(action)}"
-
     def of(self, action: Action, rank: int) -> list[Key]:
         """What must be done before this action of a rank can start; of a pair, before both parts can."""
         needs: list[Key] = []
+        where, first, after = self.where, rank * self.stride, (rank + 1) * self.stride
         for stage, kind, microbatch, _ in action.parts or (action,):
             if kind == F:
                 if stage > 0:
                     giver = (stage - 1, F, microbatch, ())
-                    if self.explicit and self.where.get(giver) != rank:
+                    if self.explicit and not first <= where.get(giver, -1) < after:
                         needs += (stage, RECV_F, microbatch, ()), (stage - 1, SEND_F, microbatch, ())
                     else:
                         needs.append(giver)
@@ -80,7 +116,7 @@ class Needs:
                 needs.append((stage, F, microbatch, ()))
                 if stage < self.last:
                     giver = self.gradient(stage + 1, microbatch)
-                    if self.explicit and self.where.get(giver) != rank:
+                    if self.explicit and not first <= where.get(giver, -1) < after:
                         needs += (stage, RECV_B, microbatch, ()), (stage + 1, SEND_B, microbatch, ())
                     else:
                         needs.append(giver)
@@ -92,46 +128,60 @@ class Needs:
                 needs.append(self.gradient(stage, microbatch))
         return needs
 
-    def walk(self) -> Iterator[tuple[int, Action, list[Key]]]:
-        """Every action as (rank, action, what it needed): after what it needs, and in each rank's order.
 
-        Where this ends before the rows do, `stuck` has for every rank that cannot go on its position and what it lacks.
-        """
-        done: set[Key] = set()
-        waiting: dict[Key, list[int]] = {}
-        at = [0] * len(self.rows)
-        ready = list(range(len(self.rows)))
+class Walk:
+    """All ranks' actions in an order in which everything comes after what it needs.
+
+    Args:
+        needs: of any schedule.
+        blocking: a send or a receive holds up its rank until the other rank has come to the other end of it.
+        grouped: of blocking ones, those that stand next to each other in a row start together.
+
+    Iterating gives (rank, place, action). Where it ends before the rows do, `stuck` has for every rank that cannot go on
+    its place and the place that it waits for.
+    """
+
+    def __init__(self, needs: Needs, blocking: bool = False, grouped: bool = False) -> None:
+        self.needs, self.blocking, self.grouped = needs, blocking, grouped
+        self.stuck: dict[int, tuple[int, int]] = {}
+
+    def __iter__(self) -> Iterator[tuple[int, int, Action]]:
+        rows, stride, crossing = self.needs.rows, self.needs.stride, self.needs.crossing
+        done = bytearray(len(rows) * stride)
+        waiting: dict[int, list[int]] = {}
+        at = [rank * stride for rank in range(len(rows))]
+        ready = list(range(len(rows)))
         while ready:
             rank = ready.pop()
-            row = self.rows[rank]
-            for position in range(at[rank], len(row)):
-                action = row[position]
-                needs = self.of(action, rank)
+            row = rows[rank]
+            for place in range(at[rank], rank * stride + len(row)):
+                action = row[place % stride]
+                givers = crossing.get(place, ())
                 if self.blocking:
-                    needs += self._meetings(row, position)
-                for key in needs:
-                    if key not in done:
-                        waiting.setdefault(key, []).append(rank)
-                        at[rank] = position
+                    givers = [*givers, *self._meetings(row, place)]
+                for giver in givers:
+                    if not done[giver]:
+                        waiting.setdefault(giver, []).append(rank)
+                        at[rank] = place
                         break
                 else:
-                    yield rank, action, needs
-                    for a in action.parts or (action,):
-                        done.add(a)
-                        if a in waiting:
-                            ready += waiting.pop(a)
+                    yield rank, place, action
+                    done[place] = True
+                    if place in waiting:
+                        ready += waiting.pop(place)
                     continue
                 break
-        self.stuck = {rank: (at[rank], key) for key, ranks in waiting.items() for rank in ranks}
+        self.stuck = {rank: (at[rank], giver) for giver, ranks in waiting.items() for rank in ranks}
 
-    def _meetings(self, row: tuple[Action, ...], position: int) -> list[Key]:
+    def _meetings(self, row: tuple[Action, ...], place: int) -> list[int]:
         """The other ends of what blocks just before: whoever has come to a send or receive goes no further alone."""
+        position = place % self.needs.stride
         if self.grouped and row[position].kind in COMMUNICATION:
             return []
-        ends: list[Key] = []
+        ends: list[int] = []
         while position > 0 and row[position - 1].kind in COMMUNICATION and (self.grouped or not ends):
             position -= 1
-            ends.append(other_end(row[position]))
+            ends.append(self.needs.where[other_end(row[position])])
         return ends
 
 
@@ -143,6 +193,23 @@ def other_end(action: Action | Key) -> Key:
 
 
 _ANSWERS = {SEND_F: (RECV_F, 1), RECV_F: (SEND_F, -1), SEND_B: (RECV_B, -1), RECV_B: (SEND_B, 1)}
+
+
+def needs_of(schedule: Schedule) -> Needs:
+    """The needs of a schedule, kept for the last few: who checks a schedule also times it.
+
+    Raises:
+        ScheduleError: something in it is no action that can be.
+    """
+    try:
+        return _kept(schedule)
+    except TypeError:  # not hashable, so no schedule, or with something else than actions
+        return Needs(schedule)
+
+
+@lru_cache(maxsize=4)
+def _kept(schedule: Schedule) -> Needs:
+    return Needs(schedule)
 
 
 def error(
@@ -166,6 +233,10 @@ def _read(schedule: Schedule) -> None:
         raise EmuError(f"{schedule!r:.80} is no Schedule", "make one: make('1f1b', ranks=4, microbatches=8)")
     for rank, row in enumerate(schedule.rows):
         for position, action in enumerate(row):
+            if type(action) is Action and action.kind in NUMBERED and not action.parts:  # quickly past what is usual
+                stage, _, microbatch, _ = action
+                if type(stage) is type(microbatch) is int and stage >= 0 <= microbatch:  # type: ignore[operator]  # an int
+                    continue
             if wrong := _wrong(action):
                 message = f"rank {rank}, position {position}: {action!s:.80} {wrong[0]}"
                 raise error("unreadable", message, wrong[1], action, rank, position)
@@ -186,7 +257,7 @@ def _wrong(action: Action) -> tuple[str, str] | None:
         return f"is of no known kind, {kind!r}", f"kinds are {' '.join(KINDS)}"
     if type(stage) is not int or stage < 0:
         return f"is of no stage, {stage!r}", "count stages from 0"
-    if kind in COMPUTE or kind in COMMUNICATION:
+    if kind in NUMBERED:
         if type(microbatch) is not int or microbatch < 0:
             return f"is of no microbatch, {microbatch!r}", "count microbatches from 0"
     elif microbatch is not None:

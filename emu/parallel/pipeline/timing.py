@@ -10,7 +10,7 @@ from typing import Any
 
 from emu.parallel.pipeline.actions import COMPUTE, Action, B, F, I, W
 from emu.parallel.pipeline.checks import check
-from emu.parallel.pipeline.needs import Needs
+from emu.parallel.pipeline.needs import Walk, needs_of
 from emu.parallel.pipeline.schedule import Schedule
 from emu.spmd import EmuError
 
@@ -130,31 +130,31 @@ def timed(schedule: Schedule, times: Times | None = None) -> Timed:
         ScheduleError: an action never gets what it needs.
         EmuError: times for another number of stages.
     """
-    needs = Needs(schedule)
+    needs = needs_of(schedule)
     times = times or Times()
     duration = times.of(schedule)
-    where, communication = needs.where, times.communication
+    crossing, communication = needs.crossing, times.communication
     clock: list[float] = [0.0] * schedule.ranks
-    stops: dict = {}
+    stops: list[float] = [0.0] * (schedule.ranks * needs.stride)
     rows: list[list[tuple[float, float, Action]]] = [[] for _ in schedule.rows]
-    for rank, action, needed in needs.walk():
+    walk = Walk(needs)
+    for rank, place, action in walk:
         start = clock[rank]
-        for key in needed:
-            given = stops[key] if where[key] == rank else stops[key] + communication
-            if given > start:
-                start = given
+        if place in crossing:
+            for giver in crossing[place]:
+                arrived = stops[giver] + communication
+                if arrived > start:
+                    start = arrived
         if action.parts:
             stop = start + _together(action, times, duration)
         elif action.kind in COMPUTE:
             stop = start + duration[action.kind][action.stage]
         else:  # asks for nothing of this rank's time
-            stops[action] = start
+            stops[place] = start
             continue
-        for a in action.parts or (action,):
-            stops[a] = stop
-        clock[rank] = stop
+        stops[place] = clock[rank] = stop
         rows[rank].append((start, stop, action))
-    if needs.stuck:
+    if needs.late or walk.stuck:
         check(schedule)  # which says why
     return Timed(tuple(map(tuple, rows)))
 
@@ -212,12 +212,12 @@ def _together(pair: Action, times: Times, duration: dict[str, Sequence[float]]) 
 
 
 def _time(what: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= value < math.inf:  # nan is neither
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) < math.inf:  # nan is neither
         raise EmuError(f"{what} is {value!r}, which is no time", "give a finite number of at least 0", value=value)
 
 
 def _share(value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= value <= 1:
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) <= 1:
         raise EmuError(
             f"weight_share={value!r} is no share",
             "give a number from 0 to 1: of a microbatch's activations on a stage, what the backward of weights needs",
