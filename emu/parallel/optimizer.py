@@ -9,16 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from emu.parallel.grouping import members_of
-from emu.parallel.norms import any_overflow, global_norm
+from emu.parallel.norms import any_overflow, clipping, global_norm
 from emu.parallel.options import option_of, plain_option
 from emu.parallel.scaling import DIVIDED, UNKNOWN, LossScale
 from emu.parallel.shards import Shards
 from emu.parallel.state.piece import Piece
 from emu.parallel.summing import Summing
-from emu.spmd import EmuError, Precision
+from emu.spmd import EmuError, Group, Precision
 
 WHOLE_ONLY = ("Adafactor", "Muon")
-TINY = 1e-6  # torch's: clipping divides by norm + TINY
 
 
 class Stepped(NamedTuple):
@@ -43,6 +42,10 @@ class Optimizer:
     Attributes:
         names: of the parameters of every group.
         torch: the optimizer of torch's, e.g. for its learning-rate schedulers: StepLR(optimizer.torch, ...).
+        vectors: what it steps on.
+        begun: whether there was a step.
+        made: parameters whose states are there only because somebody asked for them.
+        unsettled: whether an OptimisticStep has begun a step and not validated it.
 
     Args:
         model, summing, roles: a model under data parallelism, its gradients, and its dtypes by role. DataParallel's
@@ -54,6 +57,7 @@ class Optimizer:
             clip_grad_norm_ finds whole gradients at zero=0 only.)
         norm: 2.0 or inf.
         scale: a LossScale that the loss was multiplied by.
+        chain: the stages of a pipeline, one rank each: the norm and overflows are those of all of them. None: there is one.
         options: further arguments of `kind`.
 
     Raises:
@@ -72,6 +76,7 @@ class Optimizer:
         clip: float | None = None,
         norm: float = 2.0,
         scale: LossScale | None = None,
+        chain: Group | None = None,
         **options: Any,
     ) -> None:
         if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)) or issubclass(
@@ -104,18 +109,18 @@ class Optimizer:
             )
         if scale is not None:
             scale.belongs_to(summing)
-        self.summing, self.clip, self.norm, self.scale = summing, clip, norm, scale
-        self._vectors: list[Shards] = [g.shards for g in summing.gradients]
+        self.summing, self.clip, self.norm, self.scale, self.chain = summing, clip, norm, scale, chain
+        self.vectors: list[Shards] = [g.shards for g in summing.gradients]
         members = members_of(model, groups)
         self.names = [[name for name in members if members[name] == i] for i in range(len(groups) if groups else 1)]
         self.torch: Any = kind(self._grouped(members, groups), **options)
-        self._begun = False  # whether there was a step
-        self._made: list[nn.Parameter] = []  # those whose states are there only because somebody asked for them
+        self.begun = self.unsettled = False
+        self.made: list[nn.Parameter] = []
 
     def _grouped(self, members: Mapping[str, int], groups: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]]:
         """torch's parameter groups, of this rank's parts."""
         out = [dict(group, params=[]) for group in groups] if groups is not None else [{"params": []}]
-        for shards in self._vectors:
+        for shards in self.vectors:
             for span, piece in shards.stepped():
                 if (number := members.get(shards.flat.names[span.index])) is not None:
                     out[number]["params"].append(piece)
@@ -136,39 +141,79 @@ class Optimizer:
         Raises:
             EmuError: gradients that are not finished, or from which a loss scale is divided out already.
         """
+        given = self.begin()
+        total, skipped, where = None, False, self.summing.rank.device
+        if self.scale is not None:
+            skipped = any_overflow(given, self.summing.group, self.chain, where)
+        if not skipped:
+            self.unscale(given)
+            if self.clip is not None:
+                total = global_norm(given, self.vectors, self.norm, self.summing.everyone, self.chain, where)
+                self.clip_by(given, total)
+            self.apply()
+        return self.end(total, skipped)
+
+    # What a step is made of: `step` above takes these at once, and OptimisticStep some of them again.
+
+    def begin(self) -> list[Tensor]:
+        """Gives torch's optimizer its gradients. Returns them, by vector. Raises an EmuError if they are not ready."""
+        self.check_settled()
         if not self.summing.finished:
             raise EmuError(
                 "the gradients are not finished: they are sums over tokens, and may be under way",
                 "call finish(tokens) after the last backward of the step; backward(batch) does it itself",
             )
+        self.prepare()
+        self._check_scale()
+        return [g.hand_over() for g in self.summing.gradients]
+
+    def check_settled(self) -> None:
+        """Raises an EmuError if an optimistic step is to be validated yet."""
+        if self.unsettled:
+            raise EmuError(
+                "a step was taken in advance, and it is not known yet whether it holds",
+                "call validate() of the OptimisticStep first: before the next backward, step, save or load",
+            )
+
+    def prepare(self) -> None:
+        """Before parameters change: whole copies go. Raises an EmuError where somebody holds them."""
         if self.summing.pinned:
             raise EmuError("a step within gathered() would leave old parameters whole", "leave the `with` block first")
-        for shards in self._vectors:
+        for shards in self.vectors:
             shards.prepare()
-        self._check_scale()
-        given = [g.hand_over() for g in self.summing.gradients]
-        skipped = False
+
+    def unscale(self, given: Sequence[Tensor]) -> None:
+        """Divides the loss scale out of gradients, if there is one."""
         if self.scale is not None:
-            skipped = any_overflow(given, self.summing.group)
-            if not skipped:
-                for g in given:
-                    g.mul_(1 / self.scale.value)
+            for g in given:
+                g.mul_(1 / self.scale.value)
+
+    def clip_by(self, given: Sequence[Tensor], total: Tensor) -> None:
+        """Shortens gradients, whose norm all together is `total`, to the clip's length."""
+        assert self.clip is not None
+        factor = clipping(total, self.clip)
+        for g in given:
+            g.mul_(factor)
+
+    def apply(self) -> None:
+        """torch's step, and every rank's parameters take its values."""
+        self._forget_made()
+        self.begun = True
+        self.torch.step()
+        self.summing.steps += 1
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Parameters on every rank of the stage take the values that the optimizer's have."""
+        works = [shards.refresh() for shards in self.vectors]
+        for work in works:
+            if work is not None:
+                work.wait()
+
+    def end(self, total: Tensor | None, skipped: bool) -> Stepped:
+        """After a step that was taken or skipped."""
+        if self.scale is not None:
             self.scale.update(skipped)
-        total = None
-        if not skipped:
-            if self.clip is not None:
-                total = global_norm(given, self._vectors, self.norm, self.summing.everyone)
-                factor = (self.clip / (total + TINY)).clamp(max=1.0)
-                for g in given:
-                    g.mul_(factor)
-            self._forget_made()
-            self._begun = True
-            self.torch.step()
-            self.summing.steps += 1
-            works = [shards.refresh() for shards in self._vectors]
-            for work in works:
-                if work is not None:
-                    work.wait()
         for g in self.summing.gradients:
             g.release()
         return Stepped(total, skipped)
@@ -197,10 +242,11 @@ class Optimizer:
 
         States are made if there was no step yet, so that they can be loaded into.
         """
-        if not self._begun and not self.torch.state:
+        self.check_settled()
+        if not self.begun and not self.torch.state:
             self._make_states()
         out: dict[str, list[Piece]] = {}
-        for shards in self._vectors:
+        for shards in self.vectors:
             real = None if shards.in_place else shards.spans
             for i, (span, parameter) in enumerate(shards.stepped()):
                 if real is not None and i == len(real):
@@ -232,8 +278,8 @@ class Optimizer:
             p.grad = grad
         for group, rate in zip(self.torch.param_groups, rates):
             group["lr"] = rate
-        self._made = list(self.torch.state)
-        for value in (value for parameter in self._made for value in self._tensors_of(parameter).values()):
+        self.made = list(self.torch.state)
+        for value in (value for parameter in self.made for value in self._tensors_of(parameter).values()):
             value.zero_()
 
     def _tensors_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
@@ -245,7 +291,7 @@ class Optimizer:
         (SGD's first momentum is the gradient, whatever the dampening; NAdam's product begins with 1.) Steps that are counted
         tell which are none; where they are not, some state or other that is not zero does.
         """
-        made, self._made = self._made, []
+        made, self.made = self.made, []
         with torch._C._DisableTorchDispatch():  # the host looks, and the device does not notice
             values = {parameter: self._tensors_of(parameter) for parameter in made}
             loaded = {
@@ -262,6 +308,7 @@ class Optimizer:
         Raises:
             EmuError: an option that is no plain data (see `plain_option`).
         """
+        self.check_settled()
         groups = [
             {
                 key: plain_option(value, f"option {key!r} of parameter group {number}")

@@ -175,7 +175,7 @@ def test_a_scale_is_divided_out_once(zero):
 def test_an_overflow_that_only_one_rank_sees_is_seen(monkeypatch):
     import emu.parallel.optimizer as optimizing
 
-    def looks_at_its_own(given, group):
+    def looks_at_its_own(given, *where):
         return any(not bool(torch.isfinite(g).all()) for g in given)
 
     monkeypatch.setattr(optimizing, "any_overflow", looks_at_its_own)
