@@ -96,7 +96,13 @@ def verify(
         float | None,
         typer.Option(help="With --model: an expert takes so many times its even share at most.", show_default="all"),
     ] = None,
-    microbatches: Annotated[int, typer.Option(help="With --model: gradients are accumulated over so many.")] = 1,
+    schedule: Annotated[
+        str, typer.Option(help="With --model, over pp: gpipe, 1f1b, interleaved, zb-h1, zb-h2, zb-v, v-half, ...")
+    ] = "1f1b",
+    chunks: Annotated[int, typer.Option(help="With --model: stages that a rank of the pipeline holds.")] = 1,
+    microbatches: Annotated[
+        int, typer.Option(help="With --model: a rank's sequences are cut into so many, one after the other.")
+    ] = 1,
     micro_batch: Annotated[
         int | None, typer.Option(help="With --model: the most sequences of a rank at once.", show_default="all")
     ] = None,
@@ -141,6 +147,8 @@ def verify(
                 ep,
                 etp,
                 capacity,
+                schedule,
+                chunks,
                 microbatches,
                 micro_batch,
                 global_batch,

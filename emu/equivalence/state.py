@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 from torch.nn.modules import module as nn_module
 
 from emu.equivalence.compare import named
@@ -102,9 +103,10 @@ def keeping() -> Iterator[None]:
             handle.remove()
 
 
-def _leaves(roots: Iterable[Tensor]) -> Iterator[Tensor]:
+def _leaves(roots: Iterable[Any]) -> Iterator[Tensor]:
     """The tensors that a backward from these roots gives gradients to, in an order that the program alone decides."""
-    nodes = [root.grad_fn for root in roots if root.grad_fn is not None]
+    nodes = [root.node if isinstance(root, GradientEdge) else root.grad_fn for root in roots]
+    nodes = [node for node in nodes if node is not None]
     seen = set(nodes)
     while nodes:
         node = nodes.pop()

@@ -87,10 +87,7 @@ def verify(
         loss = distributed.backward(whole, microbatches=plan.accumulated())
         gradients = distributed.gather_gradients()
         optimizer.step()
-        with torch.no_grad():
-            after = distributed.loss_sum(*whole.part(distributed.group)).detach().clone()
-        distributed.group.all_reduce(after, name=AFTER)
-        return {"loss": loss, AFTER: after / data.tokens, "parameters": gradients}
+        return {"loss": loss, AFTER: distributed.evaluate(whole), "parameters": gradients}
 
     def reference(rank: Rank) -> Any:
         plain, whole = fresh(), _in_tier(data)

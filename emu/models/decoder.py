@@ -149,16 +149,17 @@ class Decoder(nn.Module):
         Returns:
             A scalar, in float32 at least; None where there is nothing to balance.
         """
-        each = []
+        total, weights = None, None
         for block in self.blocks:
             moe = getattr(block, "moe", None)
-            if moe is not None and moe.balance_loss is not None:
-                each.append(moe.balance_loss)  # [batch]
-                moe.balance_loss = None  # it holds on to its forward's graph
-        if not each:
-            return None
-        weights = (labels != IGNORED).sum(-1) * self.config.balance
-        return (sum(each[1:], each[0]) * weights.to(each[0].dtype)).sum()
+            if moe is None or moe.balance_loss is None:
+                continue
+            each, moe.balance_loss = moe.balance_loss, None  # [batch]; it holds on to its forward's graph
+            if weights is None:
+                weights = (labels != IGNORED).sum(-1) * self.config.balance
+            part = (each * weights.to(each.dtype)).sum()  # layer by layer, so that layers may lie apart
+            total = part if total is None else total + part
+        return total
 
     def _check_tokens(self, tokens: Tensor) -> None:
         if tokens.dim() != 2:

@@ -1,13 +1,15 @@
 """Strategies: each turns a plain model into a distributed one. They know torch and spmd, and nothing else."""
 
 from emu.parallel.asynchronous import ParameterServer, Update, largest_stable_lr
+from emu.parallel.axes import parse_mesh
 from emu.parallel.batch import Batch, as_batch, check_model
 from emu.parallel.data import DataParallel
 from emu.parallel.flat import Flat, Span
 from emu.parallel.local import LocalSGD
 from emu.parallel.noise import GradientNoise, Noise, Tradeoff, fit_tradeoff, noise_from
 from emu.parallel.optimizer import Optimizer, Stepped
-from emu.parallel.plan import Plan, checked_plan, mesh_of, parallelize, parse_mesh
+from emu.parallel.pipeline.pipeline import Pipeline
+from emu.parallel.plan import Plan, checked_plan, mesh_of, parallelize
 from emu.parallel.scaling import LossScale
 from emu.parallel.state import Piece, export_dcp, import_dcp, load, load_dcp, load_state, save, save_dcp, save_state
 from emu.parallel.statistics import SyncBatchNorm, synchronize_statistics
@@ -24,6 +26,7 @@ __all__ = [
     "Optimizer",
     "ParameterServer",
     "Piece",
+    "Pipeline",
     "Plan",
     "Sharding",
     "Span",

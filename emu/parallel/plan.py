@@ -1,4 +1,4 @@
-"""A plan: which parallelism a model is trained with. Data, tensor, sequence and expert parallelism are what there is so far."""
+"""A plan: which parallelism a model is trained with. Data, pipeline, tensor, sequence and expert parallelism so far."""
 
 from __future__ import annotations
 
@@ -8,16 +8,14 @@ from typing import Any, cast
 
 from torch import nn
 
+from emu.parallel.axes import AXES, DATA_AXES, FOLDS, parse_mesh
 from emu.parallel.data import DataParallel
+from emu.parallel.pipeline.pipeline import Pipeline
+from emu.parallel.pipeline.schedules import make
 from emu.parallel.tensor import shard_model
 from emu.parallel.wrapping import checked_options, divisors
 from emu.spmd import EmuError, Mesh, PlanError, Precision, Rank
 from emu.spmd.precision import PRESETS
-
-MOST_RANKS = 10**9  # along one axis: beyond, a slip of the keyboard is more likely than a machine
-DATA_AXES = ("dp",)  # those that cut the batch
-AXES = (*DATA_AXES, "tp")  # those that strategies exist for
-FOLDS = ("ep", "etp")  # those that arrange the same ranks once more, for experts
 
 
 @dataclass(frozen=True)
@@ -33,7 +31,9 @@ class Plan:
         sp: sequence parallel with tp: norms, dropout and residuals on each rank's tokens alone.
         ep, etp: over how many ranks experts are shared out, and over how many each is cut; they multiply no devices.
         capacity: how many times its even share of a sequence's tokens an expert takes at most; None drops nothing.
-        microbatches: how often gradients are accumulated in a step; or micro_batch, the most sequences of a rank at once.
+        schedule: with pp: which rank does what when: gpipe, 1f1b, ... (see emu.parallel.pipeline.SCHEDULES).
+        chunks: with pp: how many stages a rank holds; 1 is what the schedule has by nature.
+        microbatches: into how many parts a rank's share of a step is cut; or micro_batch, the most sequences of a rank at once.
         global_batch, seq: sequences in a step, and tokens in each.
         precision: a preset.
         seed: of weights and data.
@@ -48,6 +48,8 @@ class Plan:
     ep: int = 1
     etp: int = 1
     capacity: float | None = None
+    schedule: str = "1f1b"
+    chunks: int = 1
     microbatches: int = 1
     micro_batch: int | None = None
     global_batch: int = 8
@@ -70,12 +72,12 @@ class Plan:
             )
         self._take_folds()
         ranks = self.axes().get("dp", 1)
-        for field in ("global_batch", "seq", "microbatches", "micro_batch", "ep", "etp"):
+        for field in ("global_batch", "seq", "microbatches", "micro_batch", "chunks", "ep", "etp"):
             value = getattr(self, field)
             if field == "micro_batch" and value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                usual = 1 if field in FOLDS else 8
+                usual = 1 if field in (*FOLDS, "chunks") else 8
                 raise PlanError(
                     f"{field}={value!r} is not a whole number of at least 1", f"say {field}={usual}", field=field
                 )
@@ -85,6 +87,7 @@ class Plan:
             if not isinstance(getattr(self, field), bool):
                 raise PlanError(f"{field}={getattr(self, field)!r}", "say True or False", field=field)
         self._check_layers()
+        self._check_schedule()
         checked_options(ranks, "dp", self.zero, self.replicate, self.prefetch)
         if self.micro_batch is not None and self.microbatches > 1 and self.microbatches != self.accumulated():
             raise PlanError(
@@ -150,6 +153,21 @@ class Plan:
                 f"capacity={self.capacity!r} is not a number above 0", "say 1.25, or None", field="capacity"
             )
 
+    def _check_schedule(self) -> None:
+        """Raises a PlanError for a pipeline that its schedule cannot do."""
+        ranks = self.axes().get("pp", 1)
+        if ranks > 1:
+            make(self.schedule, ranks, self.accumulated(), self.chunks)
+        else:
+            make(self.schedule, 2, 2)  # is there such a schedule?
+            if self.chunks > 1:
+                raise PlanError(
+                    f"chunks={self.chunks} are stages of a rank of a pipeline, but mesh={self.mesh} has no pp",
+                    f"leave chunks out, or add pp: mesh={self.mesh or 'dp=1'},pp=2",
+                    field="chunks",
+                    nearest=1,
+                )
+
     def axes(self) -> dict[str, int]:
         """Axis -> size, outermost first, of those that multiply devices.
 
@@ -178,26 +196,6 @@ class Plan:
 
     def precision_roles(self) -> Precision:
         return Precision.preset(self.precision)
-
-
-def parse_mesh(text: str) -> dict[str, int]:
-    """Axis sizes from text such as "dp=2,tp=4".
-
-    Raises:
-        PlanError: anything else; says which part.
-    """
-    axes: dict[str, int] = {}
-    for part in text.split(",") if text.strip() else ():  # no axes at all: one device
-        axis, _, size = (word.strip() for word in part.partition("="))
-        named = axis.isidentifier() and axis.isascii() and axis not in (*axes, "on", "self")
-        if not named or not size.isascii() or not size.isdecimal() or not 1 <= int(size) <= MOST_RANKS:
-            raise PlanError(
-                f"mesh={text!r}: {part!r} is not an axis with a size of 1 to {MOST_RANKS:,}, named once",
-                'write the mesh as "dp=2,tp=4", outermost axis first',
-                field="mesh",
-            )
-        axes[axis] = int(size)
-    return axes
 
 
 def checked_plan(plan: object) -> Plan:
@@ -249,11 +247,18 @@ def parallelize(model: nn.Module, plan: Plan, rank: Rank) -> DataParallel:
         set_capacity(model, plan.capacity)
     shares = any(getattr(m, "over", None) == "batch" for m in model.modules())  # a balance loss over all ranks' rows
     inside = plan.axes().get("tp", 1) * plan.ep * plan.etp > 1 or (shares and there.size > 1)
-    return DataParallel(
+    strategy, more = DataParallel, {}
+    if plan.axes().get("pp", 1) > 1:
+        strategy, more = (
+            Pipeline,
+            {"schedule": plan.schedule, "chunks": plan.chunks, "microbatches": plan.accumulated()},
+        )
+    return strategy(
         model,
         rank,
         *(axis for axis in DATA_AXES if axis in rank.mesh.axes),
         sharding=shard_model(model, rank, sp=plan.sp) if inside else None,
+        **more,
         zero=plan.zero,
         replicate=plan.replicate,
         reshard_after_forward=plan.reshard_after_forward,

@@ -103,7 +103,8 @@ class Execution:
     def _send_output(self, stage: int, microbatch: int) -> None:
         assert self.mail is not None
         output = self._outputs.pop((stage, microbatch))
-        self.mail.send(a.SEND_F, stage, microbatch, output.contiguous(), self._like(microbatch))
+        length = self._forms[stage, microbatch].length
+        self.mail.send(a.SEND_F, stage, microbatch, output.contiguous(), self._like(microbatch), length)
 
     def _send_gradient(self, stage: int, microbatch: int) -> None:
         assert self.mail is not None
@@ -118,15 +119,19 @@ class Execution:
         assert self.mail is not None
         self.mail.expect_gradient(stage, microbatch, lambda: self._forms.get((stage, microbatch)))
 
-    def _incoming(self, stage: int, microbatch: int) -> Tensor | None:
+    def _incoming(self, stage: int, microbatch: int) -> tuple[Tensor | None, int]:
+        """A stage's input, and how long the whole sequence is."""
         if not stage:
-            return None
-        here = self._outputs.pop((stage - 1, microbatch), None)  # of a stage on this rank
-        if here is None:
+            return None, 0
+        here = self._outputs.pop((stage - 1, microbatch), None)
+        if here is not None:  # of a stage on this rank
+            length = self._forms[stage - 1, microbatch].length
+        else:
             assert self.mail is not None
             here = self.mail.take(a.F, stage, microbatch)
+            length = self.mail.length(stage, self._like(microbatch))
         differs = self.trains and (here.is_floating_point() or here.is_complex())
-        return here.requires_grad_() if differs else here
+        return here.requires_grad_() if differs else here, length
 
     def _gradient_of_output(self, stage: int, microbatch: int) -> Tensor:
         here = self._gradients.pop((stage + 1, microbatch), None)
@@ -139,15 +144,15 @@ class Execution:
 
     def _forward(self, stage: int, microbatch: int) -> None:
         self.stages.rank.mark(f"{stage}F{microbatch}")
-        incoming = self._incoming(stage, microbatch)
-        x, y = self.microbatches[microbatch]
+        incoming, length = self._incoming(stage, microbatch)
+        given = (stage, incoming, length, *self.microbatches[microbatch])
         split = Split() if self.splits else None
         with self.context.forward():
             if split is not None:
                 with split:
-                    output, loss = self._through(stage, incoming, x, y)
+                    output, loss = self._through(given)
             else:
-                output, loss = self._through(stage, incoming, x, y)
+                output, loss = self._through(given)
         if loss is not None:
             wide = torch.promote_types(loss.dtype, torch.float32)  # a sum in 8 or 11 bits would lose most of its terms
             self.total = loss.detach().to(wide, copy=True) if self.total is None else self.total + loss.detach()
@@ -156,18 +161,16 @@ class Execution:
         edge = None
         if output is not None:
             self._outputs[stage, microbatch] = output.detach()
-            self._forms[stage, microbatch] = (tuple(output.shape), output.dtype)
+            self._forms[stage, microbatch] = Form(tuple(output.shape), output.dtype, self.stages.length)
             edge = get_gradient_edge(output) if output.requires_grad else None
         if self.trains:
             losses = (loss,) if loss is not None and loss.requires_grad else ()
             self._kept[stage, microbatch] = Kept(incoming, edge, losses, split)
 
-    def _through(
-        self, stage: int, incoming: Tensor | None, x: Tensor, y: Tensor
-    ) -> tuple[Tensor | None, Tensor | None]:
+    def _through(self, given: tuple[int, Tensor | None, int, Tensor, Tensor]) -> tuple[Tensor | None, Tensor | None]:
         if not (self.context.recompute and self.trains):
-            return self.stages.forward(stage, incoming, x, y)
-        return checkpoint(self.stages.forward, stage, incoming, x, y, use_reentrant=False)  # type: ignore[return-value]
+            return self.stages.forward(*given)
+        return checkpoint(self.stages.forward, *given, use_reentrant=False)  # type: ignore[return-value]
 
     def _roots(self, stage: int, microbatch: int, kept: Kept) -> tuple[list[Any], list[Tensor]]:
         """Where a backward starts, and with which gradients."""

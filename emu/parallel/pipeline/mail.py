@@ -22,7 +22,19 @@ from emu.spmd.words import tell, told
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128)
 
 Key = tuple[str, int, int]  # kind, stage, microbatch: of the receive
-Form = tuple[tuple[int, ...], torch.dtype]
+
+
+class Form(NamedTuple):
+    """What an output is like.
+
+    Fields:
+        shape, dtype: of the tensor.
+        length: tokens of the whole sequence, where a rank has some of them; otherwise 0.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    length: int = 0
 
 
 class Sent(NamedTuple):
@@ -63,18 +75,19 @@ class Mail:
         self._expected: dict[tuple[int, str], deque[Expected]] = {}  # by source and kind
         self._sent: dict[int, deque[Sent]] = {}  # by peer
 
-    def send(self, kind: str, stage: int, microbatch: int, tensor: Tensor, like: Any) -> None:
+    def send(self, kind: str, stage: int, microbatch: int, tensor: Tensor, like: Any, length: int = 0) -> None:
         """Sends a stage's output to the next stage, or its input's gradient to the one before.
 
         Args:
             like: of the microbatch, what its receiver knows, too: its shape.
+            length: of an output: see Form.
         """
         forward = kind == SEND_F
         other = stage + 1 if forward else stage - 1
         peer = self.places[other, microbatch]
         if forward and (other, like) not in self._told:
             self._told.add((other, like))
-            tell(self.forward, [other, DTYPES.index(tensor.dtype), *tensor.shape], peer)
+            tell(self.forward, [other, DTYPES.index(tensor.dtype), length, *tensor.shape], peer)
         group = self.forward if forward else self.backward
         work = group.send(tensor, peer, async_op=True, name=f"{stage}{kind[-1]}{microbatch}")
         at = self._at[peer]
@@ -97,7 +110,7 @@ class Mail:
                         f"rank {self.rank} expected the shape of stage {stage}'s input, and heard of stage {words[0]}'s",
                         "every rank must run the same schedule, on batches of the same shape",
                     )
-                found = self._forms[stage, like] = (tuple(words[2:]), DTYPES[words[1]])
+                found = self._forms[stage, like] = Form(tuple(words[3:]), DTYPES[words[1]], words[2])
             return found
 
         self._expect(peer, Expected((F, stage, microbatch), form))
@@ -120,11 +133,15 @@ class Mail:
             if found is None:
                 return
             queue.popleft()
-            buffer = torch.empty(found[0], dtype=found[1], device=self.rank.device)
+            buffer = torch.empty(found.shape, dtype=found.dtype, device=self.rank.device)
             _, stage, microbatch = key
             sender = stage - 1 if kind == F else stage + 1
             work = group.recv(buffer, peer, async_op=True, name=f"{sender}{kind}{microbatch}")
             self._coming[key] = buffer, work
+
+    def length(self, stage: int, like: Any) -> int:
+        """Of the sequence in a stage's input that has come: see Form."""
+        return self._forms[stage, like].length
 
     def take(self, kind: str, stage: int, microbatch: int) -> Tensor:
         """The input (F) or the gradient of the output (B) of a stage that was expected; the current stream waits for it."""

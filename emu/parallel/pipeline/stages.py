@@ -33,12 +33,11 @@ class Pass:
 
     Args:
         stage: which.
-        last: whether it ends in the loss.
         incoming: what the stage before sent; None on the first stage.
     """
 
-    def __init__(self, stage: int, last: bool, incoming: Tensor | None) -> None:
-        self.stage, self.last, self.incoming = stage, last, incoming
+    def __init__(self, stage: int, incoming: Tensor | None) -> None:
+        self.stage, self.incoming = stage, incoming
         self.entered = False
 
     def call(self, unit: Placed, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -120,10 +119,18 @@ class Stages:
         # Past nn.Module's __setattr__, which knows of parameters and modules only.
         vars(module).update(stage=stage, path=unit.path, first=first, of=self)
 
-    def forward(self, stage: int, incoming: Tensor | None, x: Tensor, y: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    @property
+    def length(self) -> int:
+        """Tokens of the whole sequence in the forward under way, where a rank has some of them; otherwise 0."""
+        return self.sharding.tokens.length if self.sharding.tokens is not None else 0
+
+    def forward(
+        self, stage: int, incoming: Tensor | None, length: int, x: Tensor, y: Tensor
+    ) -> tuple[Tensor | None, Tensor | None]:
         """One stage's forward of one microbatch.
 
         Args:
+            length: what `length` was on the first stage; on that one itself it does not matter.
             incoming: the output of the stage before, which also says its shape; None on the first stage.
             x, y: the microbatch.
 
@@ -131,7 +138,9 @@ class Stages:
             The output for the next stage (None from the last one), and the stage's part of the summed loss (None: none).
         """
         model: Any = self.model
-        self.under_way = Pass(stage, stage == self.last, incoming)
+        if self.sharding.tokens is not None and incoming is not None:
+            self.sharding.tokens.length = length
+        self.under_way = Pass(stage, incoming)
         try:
             loss = model.loss_sum(x, y)
         except Leaves as leaves:
@@ -199,7 +208,8 @@ def _held(model: nn.Module, rank: Rank, holders: dict[str, tuple[int, ...]], sha
         if here in holders[name]:
             layout = Layout({**before.layout.placements, "pp": Only(holders[name])})
             out.held[name] = Held(layout, before.kind, before.counted, before.overlaps)
-    out.regions = list(sharding.regions) if sharding is not None else []
+    if sharding is not None:
+        out.regions, out.tokens = list(sharding.regions), sharding.tokens
     model.cut_inside = out  # type: ignore[assignment]
     return out
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from emu.parallel.tensor.cuts import Ranges
+from emu.parallel.tensor.tokens import TokenCut
 from emu.spmd import Group, Layout, Only, PlanError, Rank
 
 Kind = Literal["dense", "tokens", "experts"]
@@ -40,11 +41,13 @@ class Sharding:
         shapes: parameter name -> the whole's shape.
         rank: the rank.
         regions: names of the modules within which ranks compute different parts.
+        tokens: how sequences are cut over tp, where they are.
         pipeline: whether ranks along pp hold parts of this one model; else each of them has a model of its own.
     """
 
     rank: Rank
     pipeline: bool = False
+    tokens: TokenCut | None = None
     held: dict[str, Held] = field(default_factory=dict)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     regions: list[str] = field(default_factory=list)

@@ -28,7 +28,7 @@ class Surgery:
         self.done = Sharding(rank)
         self.names: dict[int, str] = {}  # parameter -> its first name
         self.cut: dict[int, tuple[int, tuple[Ranges, ...]]] = {}  # parameters that are cut over tp: dim, ranges
-        self.tokens = TokenCut(tp) if sp else None
+        self.tokens = self.done.tokens = TokenCut(tp) if sp else None
         self.below: dict[str, TokenCut] = {}  # mixtures of experts -> how tokens are cut below them
         self.regions: dict[str, Region] = {}
         everyone = self.done.everyone()
