@@ -8,17 +8,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.checkpoint import checkpoint
-
-try:
-    from emu.parallel.pipeline.split import Split
-except ImportError:
-    Split = None
 
 from emu.parallel.pipeline import actions as a
 from emu.parallel.pipeline.actions import Action
 from emu.parallel.pipeline.mail import Form, Mail
+from emu.parallel.pipeline.split import Split
 from emu.parallel.pipeline.stages import Stages
 
 
@@ -43,14 +39,16 @@ class Kept(NamedTuple):
 
     Fields:
         incoming: the stage's input; None on the first.
-        output: where the gradient of its output enters the graph, if it has one.
-        losses: its part of the loss, none or one.
+        output: where the gradient of its output enters the graph; None if it needs none.
+        loss: the same of its part of the loss.
+        one: the gradient of that.
         split: what takes its backward apart, where the schedule does.
     """
 
     incoming: Tensor | None
-    output: Any
-    losses: tuple[Tensor, ...]
+    output: GradientEdge | None
+    loss: GradientEdge | None
+    one: Tensor | None
     split: Split | None
 
 
@@ -158,52 +156,52 @@ class Execution:
             self.total = loss.detach().to(wide, copy=True) if self.total is None else self.total + loss.detach()
             if self.context.factor != 1.0:
                 loss = loss.to(wide) * self.context.factor
-        edge = None
         if output is not None:
             self._outputs[stage, microbatch] = output.detach()
             self._forms[stage, microbatch] = Form(tuple(output.shape), output.dtype, self.stages.length)
-            edge = get_gradient_edge(output) if output.requires_grad else None
         if self.trains:
-            losses = (loss,) if loss is not None and loss.requires_grad else ()
-            self._kept[stage, microbatch] = Kept(incoming, edge, losses, split)
+            edge = get_gradient_edge if split is None else split.edge
+            out, own = (edge(t) if t is not None and t.requires_grad else None for t in (output, loss))
+            one = torch.ones_like(loss, requires_grad=False) if own is not None and loss is not None else None
+            self._kept[stage, microbatch] = Kept(incoming, out, own, one, split)
 
     def _through(self, given: tuple[int, Tensor | None, int, Tensor, Tensor]) -> tuple[Tensor | None, Tensor | None]:
         if not (self.context.recompute and self.trains):
             return self.stages.forward(*given)
         return checkpoint(self.stages.forward, *given, use_reentrant=False)  # type: ignore[return-value]
 
-    def _roots(self, stage: int, microbatch: int, kept: Kept) -> tuple[list[Any], list[Tensor]]:
+    def _roots(self, stage: int, microbatch: int, kept: Kept) -> tuple[list[GradientEdge], list[Tensor]]:
         """Where a backward starts, and with which gradients."""
-        roots: list[Any] = list(kept.losses)
-        gradients = [torch.ones_like(loss) for loss in kept.losses]
+        found: list[tuple[GradientEdge, Tensor]] = []
+        if kept.loss is not None and kept.one is not None:
+            found.append((kept.loss, kept.one))
         if (stage, microbatch) in self._forms:
             gradient = self._gradient_of_output(stage, microbatch)
             if kept.output is not None:
-                roots.append(kept.output)
-                gradients.append(gradient)
-        return roots, gradients
+                found.append((kept.output, gradient))
+        return [edge for edge, _ in found], [gradient for _, gradient in found]
 
     def _backward(self, stage: int, microbatch: int) -> None:
         self.stages.rank.mark(f"{stage}B{microbatch}")
         kept = self._kept.pop((stage, microbatch))
-        roots, gradients = self._roots(stage, microbatch, kept)
-        if roots:
-            with self.context.backward():
-                torch.autograd.backward(roots, gradients)
-                if kept.split is not None:
-                    kept.split.weights()
+        roots = self._roots(stage, microbatch, kept)
+        with self.context.backward():
+            if kept.split is not None:
+                kept.split.backward(*roots)
+                kept.split.weights()
+            elif roots[0]:
+                torch.autograd.backward(*roots)
         self._keep_gradient(stage, microbatch, kept.incoming)
 
     def _backward_input(self, stage: int, microbatch: int) -> None:
         self.stages.rank.mark(f"{stage}I{microbatch}")
         kept = self._kept[stage, microbatch]
         assert kept.split is not None
-        roots, gradients = self._roots(stage, microbatch, kept)
-        if roots:
-            with self.context.backward(), kept.split:
-                torch.autograd.backward(roots, gradients)
+        roots = self._roots(stage, microbatch, kept)
+        with self.context.backward():
+            kept.split.backward(*roots)
         self._keep_gradient(stage, microbatch, kept.incoming)
-        self._kept[stage, microbatch] = Kept(None, None, (), kept.split)  # all that W needs
+        self._kept[stage, microbatch] = Kept(None, None, None, None, kept.split)  # all that W needs
 
     def _backward_weight(self, stage: int, microbatch: int) -> None:
         self.stages.rank.mark(f"{stage}W{microbatch}")

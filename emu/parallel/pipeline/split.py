@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from emu.parallel.deferred import Deferred
@@ -27,10 +27,11 @@ PRODUCTS: frozenset[Any] = frozenset(
     + [getattr(Tensor, name) for name in ("matmul", "mm", "bmm", "addmm", "addbmm", "baddbmm", "inner")]
     + [Tensor.__matmul__, Tensor.__rmatmul__]
 )
-# They read of one tensor no more than its shape, dtype or device.
-_LIKE: frozenset[Any] = frozenset(
-    [Tensor.to, Tensor.type_as, Tensor.view_as, Tensor.expand_as, Tensor.reshape_as, torch.zeros_like, torch.ones_like]
-)
+# Of their second tensor they read no more than its shape, dtype or device.
+_LIKE: frozenset[Any] = frozenset([Tensor.to, Tensor.type_as, Tensor.view_as, Tensor.expand_as, Tensor.reshape_as])
+
+# What starts autograd's engine, and what the gradients are called that it starts from.
+_ENGINE: dict[Any, str] = {torch.autograd.backward: "grad_tensors", torch.autograd.grad: "grad_outputs"}
 
 
 class Split:
@@ -78,30 +79,42 @@ class Split:
         Raises:
             EmuError: it has run before; an input that is no leaf.
         """
-        if self._done:
-            raise EmuError(f"I was asked for, but {self._done} has run already", "run I once for every microbatch")
         learning = [x for x in inputs if x.requires_grad]
         if any(not x.is_leaf for x in learning):
             raise EmuError(
                 "an input of the stage is no leaf: a backward would run on into what made it",
                 "give the stage x.detach().requires_grad_()",
             )
-        self._done = "I"
         roots, given = [], []
         for out, grad in zip(outputs, [None] * len(outputs) if grads is None else grads, strict=True):
             if out.requires_grad and (grad is not None or out.numel() == 1):
-                roots.append(get_gradient_edge(self._watch.seen_out(out)))
+                roots.append(self.edge(out))
                 given.append(torch.ones_like(out) if grad is None else grad)
         before = [x.grad for x in learning]
         for x in learning:
             x.grad = None
-        if roots:
-            with self._watch:  # checkpoints run their forward again
-                torch.autograd.backward(roots, given)
+        self.backward(roots, given)
         found = {id(x): x.grad for x in learning}
         for x, grad in zip(learning, before):
             x.grad = grad
         return tuple(found.get(id(x)) for x in inputs)
+
+    def edge(self, output: Tensor) -> GradientEdge:
+        """Where the gradient of an output enters the graph, so that the output itself may go before I."""
+        return get_gradient_edge(self._watch.seen_out(output))
+
+    def backward(self, roots: Sequence[GradientEdge], grads: Sequence[Tensor]) -> None:
+        """I: adds the gradients of all inputs, and of parameters that no product reads, to their .grad.
+
+        Raises:
+            EmuError: it has run before.
+        """
+        if self._done:
+            raise EmuError(f"I was asked for, but {self._done} has run already", "run I once for every microbatch")
+        self._done = "I"
+        if roots:
+            with self._watch:  # checkpoints run their forward again
+                torch.autograd.backward(roots, grads)
 
     def weights(self) -> None:
         """W: gives the weights of all products their gradients.
@@ -143,28 +156,25 @@ class _Watch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch.autograd.backward and isinstance(args[0], tuple):
-            with self:  # of a reentrant checkpoint: what is in it may run again, too
-                return func(
-                    [get_gradient_edge(t) if isinstance(t, Tensor) else t for t in args[0]], *args[1:], **kwargs
-                )
+        if func in _ENGINE:
+            return self._differentiate(func, *args, **kwargs)
         if not torch.is_grad_enabled():
             return func(*args, **kwargs)
         weights: list[Tensor] = []  # made of parameters alone, whose gradients may wait
         data: list[Tensor] = []  # others with gradients
         rest = False  # whether there are tensors without
-        for t in _tensors((args, kwargs) if kwargs else args):
+        for t in _tensors(args[:1] if func in _LIKE else (args, kwargs) if kwargs else args):
             if not t.requires_grad:
-                rest = True
+                rest = rest or t.dim() > 0
             elif (family := self._family(t)) is not None and family.late is not False:
                 weights.append(t)
             else:
                 data.append(t)
-        if not weights or func in _LIKE:
+        if not weights:
             return func(*args, **kwargs)
         if func in PRODUCTS and (data or rest) and self._suits(weights, data):
             return self._product(func, args, kwargs, weights, data)
-        if not data:  # a view of weights, their sum, ...
+        if not data and not rest:  # a view of weights, their sum, ...
             out = func(*args, **kwargs)
             self._mark(out, weights)
             return out
@@ -177,6 +187,20 @@ class _Watch(TorchFunctionMode):
                 if (family := self._family(w)) is not None and family.late is None:
                     family.late = False
         return out
+
+    def _differentiate(self, func: Any, roots: Any, inputs: Any = None, **options: Any) -> Any:
+        """A backward within a forward, or within a backward, still watched: a checkpoint in it runs its forward again.
+
+        torch would hand these functions to the mode, and take it off meanwhile, for tensors, but not for edges.
+        """
+        given = options.pop(_ENGINE[func])
+        given = [given] * len(roots) if given is None else given
+        grads = [torch.ones_like(t) if g is None and isinstance(t, Tensor) else g for t, g in zip(roots, given)]
+        options[_ENGINE[func]] = grads
+        if inputs is not None:
+            options["inputs"] = _edges(inputs)
+        with self:
+            return func(_edges(roots), **options)
 
     def _family(self, t: Tensor) -> _Family | None:
         """Of what is a parameter, or made of parameters alone."""
@@ -245,6 +269,10 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield item
         elif isinstance(item, (list, tuple, dict)):
             yield from _tensors(item)
+
+
+def _edges(tensors: Any) -> list[Any]:
+    return [get_gradient_edge(t) if isinstance(t, Tensor) else t for t in tensors]
 
 
 def _replaced(value: Any, put: dict[int, Tensor]) -> Any:
