@@ -32,11 +32,7 @@ def check(schedule: Schedule, blocking: bool = False, grouped: bool = False) -> 
         ends(needs)
         channels(needs)
     _gathers(needs)
-    walk = Walk(needs, blocking, grouped)
-    for _ in walk:
-        pass
-    if needs.late or walk.stuck:
-        raise deadlock(walk)
+    _finishes(needs, blocking, grouped)
 
 
 def _twice(needs: Needs) -> None:
@@ -74,30 +70,35 @@ def _complete(needs: Needs) -> None:
 
 
 def _incomplete(needs: Needs, stage: int, microbatch: int) -> ScheduleError:
+    """The error that says what of a stage and a microbatch is missing, too much, or on the wrong rank."""
     where = needs.where
     forward, whole, inputs, weights = (Action(stage, kind, microbatch) for kind in (F, B, I, W))
-    there = [a for a in (forward, whole, inputs, weights) if a in where]
-    have = " and ".join(f"{a} ({needs.place(a)})" for a in there)
+    backwards = [a for a in (whole, inputs, weights) if a in where]
+    have = " and ".join(f"{a} ({needs.place(a)})" for a in backwards)
     if forward not in where:
         holders = sorted({place // needs.stride for a, place in where.items() if a[0] == stage and a[1] in COMPUTE})
-        wrong = f"{forward} is missing: no rank runs the forward of stage {stage} for microbatch {microbatch}"
-        wrong += f", and yet there is {have}" if there else ""
+        wrong = f"no rank runs {forward}, the forward of stage {stage} for microbatch {microbatch}"
+        wrong += f"; {have} cannot do without" if backwards else ""
         who = f"rank {' or '.join(map(str, holders))}, which has stage {stage}," if holders else "some rank"
-        return error("missing", wrong, f"{who} should run {forward}", forward, holders[0] if holders else None)
-    if whole in where and len(there) > 2:
+        hint = f"{who} should run {forward}: every stage does every microbatch"
+        return error("missing", wrong, hint, forward, holders[0] if holders else None)
+    rank, position = needs.rank(forward), needs.position(forward)
+    if len(backwards) == 3 or (whole in where and len(backwards) == 2):
+        wrong = f"{forward} (rank {rank}, position {position}) has more than one backward: {have}"
         hint = f"keep {whole}, or {inputs} and {weights}: a backward is whole or in two parts"
-        return error("twice", f"there is more than one backward: {have}", hint, there[-1], needs.rank(there[-1]))
-    if len(there) == 1 or (whole not in where and len(there) == 2):
-        lacks = [a for a in (inputs, weights) if a not in where]
-        what = f"{whole}, or {inputs} and {weights}" if len(lacks) == 2 else str(lacks[0])
-        wrong = f"{what} is missing: there is {have}, but no rank has that"
-        rank = needs.rank(forward)
-        return error("missing", wrong, f"rank {rank}, which runs {forward}, should run it, too", lacks[0], rank)
-    astray = next(a for a in there if needs.rank(a) != needs.rank(forward))
+        return error("twice", wrong, hint, backwards[-1], needs.rank(backwards[-1]), needs.position(backwards[-1]))
+    if not backwards:
+        wrong = f"rank {rank} runs {forward} (position {position}), but no rank runs its backward"
+        return error("missing", wrong, f"rank {rank} should run {whole}, or {inputs} and {weights}", whole, rank)
+    if backwards == [inputs] or backwards == [weights]:
+        other = weights if inputs in where else inputs
+        wrong = f"{have} is one half of a backward, but no rank runs the other, {other}"
+        return error("missing", wrong, f"rank {rank}, which runs {forward}, should run {other}", other, rank)
+    astray = next(a for a in backwards if needs.rank(a) != rank)
     return error(
         "misplaced",
-        f"{astray} is on another rank than its forward: {have}",
-        f"put it on rank {needs.rank(forward)}, which keeps what {forward} leaves for it",
+        f"{astray} ({needs.place(astray)}) is not on the rank of its forward, {forward} (rank {rank}, position {position})",
+        f"put it on rank {rank}, which keeps what {forward} leaves for it",
         astray,
         needs.rank(astray),
         needs.position(astray),
@@ -138,3 +139,12 @@ def _gathers(needs: Needs) -> None:
         for stage in sorted(gathered):
             wrong = f"rank {rank} gathers the parameters of stage {stage} and never frees them"
             raise error("gather", wrong, f"put {stage}RESHARD after its last action", Action(stage, RESHARD), rank)
+
+
+def _finishes(needs: Needs, blocking: bool, grouped: bool) -> None:
+    """Every rank comes to the end of its row."""
+    walk = Walk(needs, blocking, grouped)
+    for _ in walk:
+        pass
+    if needs.late or walk.stuck:
+        raise deadlock(walk)

@@ -18,7 +18,7 @@ from emu.parallel.pipeline.actions import (
     F,
 )
 from emu.parallel.pipeline.checks import check
-from emu.parallel.pipeline.needs import Key, other_end
+from emu.parallel.pipeline.needs import Key, other_end, readable
 from emu.parallel.pipeline.schedule import Schedule
 from emu.parallel.pipeline.timing import timed
 
@@ -46,6 +46,7 @@ def lowered(schedule: Schedule, gather: bool = False, blocking: bool = False) ->
     Raises:
         ScheduleError: the schedule cannot be run.
     """
+    readable(schedule)
     schedule = schedule.compute()
     check(schedule)
     rows = _together(schedule) if blocking else _ahead(schedule)

@@ -49,7 +49,7 @@ class Needs:
     """
 
     def __init__(self, schedule: Schedule) -> None:
-        _read(schedule)
+        readable(schedule)
         self.rows = schedule.rows
         self.stride = 1 + max(map(len, self.rows), default=0)
         self.where: dict[Key, int] = {
@@ -227,8 +227,12 @@ def error(
     return ScheduleError(message, hint, **fields)
 
 
-def _read(schedule: Schedule) -> None:
-    """Raises if something in a schedule is no action that can be."""
+def readable(schedule: Schedule) -> None:
+    """Raises unless everything in a schedule is an action that can be.
+
+    Raises:
+        ScheduleError: something is not. EmuError: it is no schedule at all.
+    """
     if not isinstance(schedule, Schedule):
         raise EmuError(f"{schedule!r:.80} is no Schedule", "make one: make('1f1b', ranks=4, microbatches=8)")
     for rank, row in enumerate(schedule.rows):

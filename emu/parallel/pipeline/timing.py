@@ -10,7 +10,7 @@ from typing import Any
 
 from emu.parallel.pipeline.actions import COMPUTE, Action, B, F, I, W
 from emu.parallel.pipeline.checks import check
-from emu.parallel.pipeline.needs import Walk, needs_of
+from emu.parallel.pipeline.needs import Walk, needs_of, readable
 from emu.parallel.pipeline.schedule import Schedule
 from emu.spmd import EmuError
 
@@ -131,6 +131,8 @@ def timed(schedule: Schedule, times: Times | None = None) -> Timed:
         EmuError: times for another number of stages.
     """
     needs = needs_of(schedule)
+    if needs.late:
+        check(schedule)  # which says what
     times = times or Times()
     duration = times.of(schedule)
     crossing, communication = needs.crossing, times.communication
@@ -154,7 +156,7 @@ def timed(schedule: Schedule, times: Times | None = None) -> Timed:
             continue
         stops[place] = clock[rank] = stop
         rows[rank].append((start, stop, action))
-    if needs.late or walk.stuck:
+    if walk.stuck:
         check(schedule)  # which says why
     return Timed(tuple(map(tuple, rows)))
 
@@ -167,8 +169,10 @@ def peak_activations(schedule: Schedule, weight_share: float = 0.5) -> list[floa
         weight_share: of these, what the backward of inputs leaves for the one of weights: M_W / M_B.
 
     Raises:
+        ScheduleError: something in the schedule is no action that can be.
         EmuError: weight_share is no number from 0 to 1.
     """
+    readable(schedule)
     _share(weight_share)
     return [max((held for _, held in _held(row, weight_share)), default=0.0) for row in schedule.rows]
 
