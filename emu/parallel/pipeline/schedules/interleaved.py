@@ -31,6 +31,7 @@ def interleaved(rank: int, ranks: int, microbatches: int, chunks: int, count: in
         return
     forwards = [Action(chunk * ranks + rank, F, microbatch) for chunk, microbatch in order]
     backwards = [Action((chunks - 1 - chunk) * ranks + rank, B, microbatch) for chunk, microbatch in order]
+    # 1F1B has one forward ahead for each rank that follows; the second one here hides what transfers take
     for action in in_turn(forwards, backwards, first_round(order) * (chunks - 1) + 2 * (ranks - 1 - rank)):
         if action.microbatch is not None:
             yield action

@@ -35,7 +35,6 @@ def in_turn(
         weights: backwards of weights, in the order of `backwards`; () where these are whole.
         late: how many backwards later the weights' follow; the last ones close the row.
     """
-    ahead = min(ahead, len(forwards))
     yield from forwards[:ahead]
     for index, backward in enumerate(backwards):
         if ahead + index < len(forwards):

@@ -12,8 +12,9 @@ def zb_h2(rank: int, ranks: int, microbatches: int, chunks: int = 1) -> Iterator
     """1F1B with twice the forwards ahead, and the backwards of weights 2 * rank backwards late: rows without a hole.
 
     Rank r holds 2(p-r)-1 microbatches, and 2r more of which only the weights' part is left. Idle (p-1)(T_F+T_B-2T_W),
-    nothing where the three times are equal: ranks start one after the other and stop one after the other, so that the
-    optimizer's step must not wait for all of them (see emu.parallel.optimistic).
+    where there are at least 2p-1 microbatches and that is neither below 0 nor below (p-1)(T_B-T_F): nothing where the
+    three times are equal. Ranks start one after the other and stop one after the other, so that the optimizer's step must
+    not wait for all of them (see emu.parallel.optimistic).
 
     Raises:
         PlanError: more than one chunk.
