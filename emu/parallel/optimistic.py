@@ -18,6 +18,7 @@ norm has the same bits, and with it the factor, the parameters and the states.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +27,7 @@ from torch import Tensor
 from emu.parallel.norms import TINY, as_norm, dtype_of, joining, stage_overflow, stage_size
 from emu.parallel.optimizer import Optimizer, Stepped
 from emu.parallel.rollback import Options, Snapshot
-from emu.spmd import EmuError, Group
+from emu.spmd import EmuError, Group, Rank
 
 SO_FAR, ALL = "known so far", "known of all"
 MARGIN = 2.0**-20  # a norm so close to the limit is taken for one above it, whatever dtype the factor is computed in
@@ -48,18 +49,18 @@ class Taken(NamedTuple):
     """A step between step() and validate().
 
     Fields:
-        given: this rank's gradients, unscaled.
-        versions: of them, which tell whether somebody wrote into them.
-        views: the gradients that parameters hold.
+        versions: of gradients, which tell whether somebody wrote into them.
+        views: the gradients that the model's parameters hold.
+        dtype: of the norm.
         before: options of the parameter groups before the step.
         after: the same after it.
         snapshot: what it changed; None where it was not taken yet, or is certain.
         known: of all stages up to this one.
     """
 
-    given: list[Tensor]
     versions: list[int]
-    views: list[tuple[Tensor, Tensor | None]]
+    views: Sequence[tuple[Tensor, Tensor | None]]
+    dtype: torch.dtype
     before: Options
     after: Options
     snapshot: Snapshot | None
@@ -78,7 +79,8 @@ class OptimisticStep:
             if optimist.stale:
                 ...                             # those forwards again: their parameters are no more
 
-    Parameters, states, LossScale and Stepped end as those of `Optimizer.step()`, to the bit. With validate() before the first
+    Parameters, states, LossScale and Stepped end as those of `Optimizer.step()`, to the bit; only gradients that a step has
+    skipped may be left without their loss scale. With validate() before the first
     forward a stage hides no more than the step itself; to hide the wait, forwards must come in between. A forward that did
     and is `stale` cannot be used by mistake: its loss refuses a backward. What it did besides (random numbers, statistics of
     batch norms) is for who runs it to take back.
@@ -147,19 +149,23 @@ class OptimisticStep:
         state = self._state(given, earlier) if self._asks else None
         if state is not None and chain.size > 1:
             self._send(state, *((chain.rank - 1, ALL) if self._last else (chain.rank + 1, SO_FAR)))
-        known = Known() if state is None else _read(state)
+        known = Known() if state is None else _read(state, optimizer.summing.rank)
         optimizer.unsettled = True
-        before, snapshot = Options(optimizer.torch), None
-        views = [(p, p.grad) for group in optimizer.torch.param_groups for p in group["params"]]
-        if certain := self._last or state is None:
+        before, snapshot, dtype = Options(optimizer.torch), None, dtype_of(given)
+        gradients = optimizer.summing.gradients
+        views = [(p, p.grad) for g in gradients if g.shards.in_place for p in g.shards.parameters]
+        certain = self._last or state is None
+        if certain and not known.overflow:
             self._take(given, known)
-        versions = [g._version for g in given]
+        versions = [g.own()._version for g in gradients]
         if not certain and self._holds(known):
             snapshot = Snapshot(optimizer)
             optimizer.apply()
+        for g in gradients:
+            g.release()  # copies in the optimizer's precision: they are made again if they are needed again
         self.snapshot_bytes = snapshot.nbytes if snapshot is not None else 0
         after = before if snapshot is None else Options(optimizer.torch)
-        self._taken = Taken(given, versions, views, before, after, snapshot, known)
+        self._taken = Taken(versions, views, dtype, before, after, snapshot, known)
 
     def validate(self) -> Stepped:
         """Finishes the step that step() began: it holds, or is taken again with the right factor, or was to be skipped.
@@ -181,14 +187,14 @@ class OptimisticStep:
                 state = chain.recv(self._empty(), chain.rank + 1, name=ALL)
                 if chain.rank:
                     self._send(state, chain.rank - 1, ALL)
-                known = _read(state)
+                known = _read(state, optimizer.summing.rank)
         self._taken, optimizer.unsettled = None, False
         self.stale = chain.size > 1 and not self._holds(known)
         if self.stale:
             if not self._last:
                 self._take_again(taken, known)
             optimizer.summing.steps += 1  # no loss from before has a backward
-        return optimizer.end(self._norm(known, taken.given), known.overflow)
+        return optimizer.end(self._norm(known, taken.dtype), known.overflow)
 
     def _state(self, given: list[Tensor], earlier: Any) -> Tensor:
         """What is known of all stages up to this one: whether any overflowed, and their gradients' size. float64, [2]."""
@@ -219,20 +225,19 @@ class OptimisticStep:
         norm = math.sqrt(known.size) if optimizer.norm == 2.0 else known.size
         return not known.overflow and (optimizer.clip is None or norm * (1 + MARGIN) + TINY <= optimizer.clip)
 
-    def _norm(self, known: Known, given: list[Tensor]) -> Tensor | None:
+    def _norm(self, known: Known, dtype: torch.dtype) -> Tensor | None:
         optimizer = self.optimizer
         if known.overflow or optimizer.clip is None:
             return None
         size = torch.full((), known.size, dtype=torch.float64, device=optimizer.summing.rank.device)
-        return as_norm(size, optimizer.norm, dtype_of(given))
+        return as_norm(size, optimizer.norm, dtype)
 
     def _take(self, given: list[Tensor], known: Known) -> None:
-        """The step, where all is known: clipped if it is to be, or skipped."""
-        total = self._norm(known, given)
-        if not known.overflow:
-            if total is not None:
-                self.optimizer.clip_by(given, total)
-            self.optimizer.apply()
+        """The step, clipped if it is to be, where all is known."""
+        total = self._norm(known, dtype_of(given))
+        if total is not None:
+            self.optimizer.clip_by(given, total)
+        self.optimizer.apply()
 
     def _take_again(self, taken: Taken, known: Known) -> None:
         """Takes back what was taken, and does what was to be done."""
@@ -241,15 +246,20 @@ class OptimisticStep:
         if taken.snapshot is not None:
             taken.snapshot.restore()
             self.taken_back += 1
-        taken.before.restore()  # a schedule may have gone on since
-        self._take(taken.given, known)
-        if known.overflow:
+        if not known.overflow:
+            taken.before.restore()  # a schedule may have gone on since
+            gradients = optimizer.summing.gradients
+            given = [g.hand_over() for g in gradients]
+            optimizer.unscale([x for x, g in zip(given, gradients) if not _shared(x, g.own())])
+            self._take(given, known)
+        elif taken.snapshot is not None:
             optimizer.refresh()
         now.restore(besides=taken.after)
 
     def _check_gradients(self, taken: Taken) -> None:
-        forgotten = not self.optimizer.summing.finished or any(p.grad is not grad for p, grad in taken.views)
-        if forgotten or [g._version for g in taken.given] != taken.versions:
+        summing = self.optimizer.summing
+        forgotten = not summing.finished or any(p.grad is not grad for p, grad in taken.views)
+        if forgotten or [g.own()._version for g in summing.gradients] != taken.versions:
             raise EmuError(
                 "the gradients of a step were "
                 f"{'forgotten' if forgotten else 'written into'} before it was validated: it cannot be taken again",
@@ -257,9 +267,15 @@ class OptimisticStep:
             )
 
 
-def _read(state: Tensor) -> Known:
+def _read(state: Tensor, rank: Rank) -> Known:
     """The host waits for a state. Of one that has only a shape it knows nothing bad."""
     if state.is_meta:
+        rank.event().record().synchronize()
         return Known()
     overflow, size = state.tolist()
     return Known(bool(overflow), size)
+
+
+def _shared(a: Tensor, b: Tensor) -> bool:
+    """Whether they lie in one memory. (Addresses would mean nothing in a shape run.)"""
+    return a.untyped_storage()._cdata == b.untyped_storage()._cdata

@@ -133,6 +133,7 @@ class Optimizer:
 
     def zero_grad(self) -> None:
         """Forgets the gradients, before a new step."""
+        self.check_settled()
         self.summing.forget()
 
     def step(self) -> Stepped:

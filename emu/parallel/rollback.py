@@ -104,10 +104,10 @@ class Snapshot:
 
 
 def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copies lists of tensors, with one kernel for each device and dtype."""
+    """Copies lists of tensors, with one kernel for each device and dtype, and counters, which are the host's, apart."""
     kinds: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
     for target, source in zip(targets, sources):
-        some = kinds.setdefault((target.device, target.dtype), ([], []))
+        some = kinds.setdefault((target.device, target.dtype, bool(target.dim())), ([], []))
         some[0].append(target)
         some[1].append(source)
     with torch.no_grad():

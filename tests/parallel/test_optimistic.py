@@ -14,7 +14,9 @@ import emu.parallel.optimistic as optimistic
 from emu.parallel import LossScale
 from emu.parallel.optimistic import OptimisticStep
 from emu.parallel.rollback import Options, Snapshot
+from emu.trace.events import Collective, Kernel, Transfer
 
+pytestmark = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # the first step may be skipped
 INF, NAN = float("inf"), float("nan")
 
 
@@ -215,6 +217,36 @@ def test_the_norm_is_that_of_all_stages_gradients():
                 assert float(out[1]) == pytest.approx(float(summed.norm(p=case.norm)), rel=1e-6)  # float32
 
 
+def uneven(rank, in_advance):
+    """Stage 1 has nothing to train; the last has a parameter that stage 0 has too, which counts it."""
+    case, stage = Case(steps=((0.6, 0.1, 0.8), (0.6, 0.1, 0.1))), rank.coords["pp"]
+    model = Dictated(stage).requires_grad_(stage != 1)
+    dist = emu.DataParallel(model, rank, "dp")
+    for vector in dist.vectors if stage == 2 else ():
+        vector.counted = [(0, vector.flat.offsets[-2])]  # of all parameters, last to first, but the first
+    optimizer = dist.optimizer(torch.optim.AdamW, lr=0.1, clip=0.7, scale=LossScale(4.0), chain=rank.group("pp"))
+    optimist, out = OptimisticStep(optimizer), []
+    for step in range(2):
+        dist.zero_grad()
+        x = gradients(case, rank, model, step)
+        if stage != 1:
+            (dist.loss_sum(x, torch.zeros(1)) * 4.0).backward()
+        dist.finish(1)
+        optimist.step() if in_advance else None
+        stepped = optimist.validate() if in_advance else optimizer.step()
+        counted = x[model.weights[0].numel() :] if stage == 2 else x if stage == 0 else x[:0]
+        out.append((float(stepped.norm), float(counted.double().norm()), [w.tolist() for w in model.weights]))
+    return out
+
+
+def test_stages_without_trainable_parameters_and_with_those_of_others_are_counted_once():
+    waits, hopes = (emu.launch(uneven, emu.Mesh(pp=3, dp=1), args=(how,)).results for how in (False, True))
+    assert waits == hopes
+    for step in range(2):
+        right = sum(result[step][1] ** 2 for result in waits) ** 0.5
+        assert all(result[step][0] == pytest.approx(right, rel=1e-6) for result in waits)  # float32
+
+
 # Where it hopes, where it waits, and what is taken back.
 
 
@@ -328,7 +360,12 @@ MOMENTUM = Case(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.5})
         (Snapshot, "restore", forgets_made_states, MOMENTUM._replace(steps=(LATE, FINE))),
         (Options, "restore", forgets_the_schedule, Case(steps=(LATE,), schedule=True)),
         (optimistic.OptimisticStep, "_holds", lambda self, known: True, Case(steps=(LATE,))),
-        (optimistic, "_read", lambda state: optimistic.Known(False, float(state[1])), Case(steps=(LAST,), scale=2.0)),
+        (
+            optimistic,
+            "_read",
+            lambda state, rank: optimistic.Known(False, float(state[1])),
+            Case(steps=(LAST,), scale=2.0),
+        ),
         (optimistic, "joining", lambda norm: torch.maximum, Case(steps=((0.7, 0.7, 0.7, 0.7),))),
     ],
 )
@@ -409,6 +446,35 @@ def test_stages_that_end_one_after_the_other_do_not_wait_for_each_other():
     )  # the wait comes afterwards
 
 
+def steps_only(rank, in_advance, zero):
+    dist = emu.DataParallel(Dictated(0), rank, "dp", zero=zero, precision="bf16-mixed")
+    optimizer = dist.optimizer(torch.optim.AdamW, lr=0.1, clip=1e9, chain=rank.group("pp"), scale=LossScale(2.0))
+    optimist, x = OptimisticStep(optimizer), torch.ones(6)
+    for _ in range(3):
+        dist.zero_grad()
+        dist.loss_sum(x, x).backward()
+        dist.finish(1)
+        optimist.step() if in_advance else optimizer.step()
+        optimist.validate() if in_advance else None
+
+
+def work_of(program, backend, *args):
+    """What every rank gives to its device, in order."""
+    trace = emu.launch(program, emu.Mesh(pp=3, dp=2), backend=backend, args=args).trace
+    return {r: [e for e in trace.events[r] if isinstance(e, (Kernel, Collective, Transfer))] for r in trace.ranks}
+
+
+@pytest.mark.parametrize("zero", [0, 2])
+def test_a_shape_run_takes_the_steps_of_one_in_which_they_hold(zero):
+    assert work_of(steps_only, "shape", True, zero) == work_of(steps_only, "virtual", True, zero)
+
+
+def test_a_shape_run_takes_the_time_of_one_in_which_steps_hold():
+    mesh = emu.Mesh(pp=STAGES, dp=1, on=emu.cluster("h100", nodes=1))
+    shapes = emu.launch(in_turn, mesh, backend="shape", args=("validates later",)).timeline().step_time_s
+    assert shapes == pytest.approx(seconds("validates later"), rel=0.01)  # other waits of the host are left out there
+
+
 # What it refuses.
 
 
@@ -432,7 +498,8 @@ MISUSES = {
     "a step that waits": (lambda d, o, s, b: o.step(), "taken in advance.*\n.*validate"),
     "saving": (lambda d, o, s, b: o.pieces(), "taken in advance.*\n.*validate"),
     "two validations": (lambda d, o, s, b: (s.validate(), s.validate()), "no step to validate.*\n.*step"),
-    "forgotten": (lambda d, o, s, b: (d.zero_grad(), s.validate()), "forgotten before.*\n.*zero_grad"),
+    "forgotten": (lambda d, o, s, b: o.zero_grad(), "taken in advance.*\n.*validate"),
+    "forgotten by the model's": (lambda d, o, s, b: (d.zero_grad(), s.validate()), "forgotten before.*\n.*zero_grad"),
     "forgotten by torch": (lambda d, o, s, b: (o.torch.zero_grad(), s.validate()), "forgotten before.*\n.*zero_grad"),
     "set to zero": (
         lambda d, o, s, b: (d.model.zero_grad(set_to_none=False), s.validate()),
