@@ -89,6 +89,7 @@ class DataParallel:
         alone = sharding is not None and not axes  # every rank gets the whole batch
         self.group = rank.group(members=[rank.id], label="alone") if alone else rank.group(*axes)
         checked_options(self.group.size, self.group.label, zero, replicate, prefetch, bucket_bytes)
+        self._chain: Group | None = None  # the stages of a pipeline
         self.roles = Precision.preset(precision) if precision is not None else None
         rank.watch(model)
         wrapped = wrap(
@@ -254,7 +255,7 @@ class DataParallel:
 
     def optimizer(self, kind: Any, groups: Sequence[Mapping[str, Any]] | None = None, **options: Any) -> Optimizer:
         """An optimizer of this rank's part of the parameters; see `Optimizer`."""
-        return Optimizer(self.model, self.summing, self.roles, kind, groups, **options)
+        return Optimizer(self.model, self.summing, self.roles, kind, groups, chain=self._chain, **options)
 
     def pieces(self) -> list[Piece]:
         """This rank's part of the parameters, in the optimizer's precision."""

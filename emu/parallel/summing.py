@@ -26,8 +26,8 @@ class Summing:
         group: the ranks along the axes that cut the batch.
         gathering: of sharded parameters, which come and go with a backward; or None.
         find_unused: whether a missing gradient is to be understood, and not an error.
-        everyone: all ranks that the model is spread over, where those are more than the group's.
-        names: of all of the model's parameters, where ranks of everyone hold different ones; None: all hold the same.
+        everyone: all ranks that the model is spread over (of a pipeline, the stage), where those are more than the group's.
+        names: of all of a pipeline's parameters, of which this stage has some; None: there is no other stage.
 
     Attributes:
         finished: whether the gradients are those of a step: complete, and divided.
@@ -49,6 +49,7 @@ class Summing:
         here = [name for g in self.gradients for name in g.shards.flat.names]
         self._number = {name: i for i, name in enumerate(here if names is None else names)}
         self.group = group if everyone is None else everyone
+        self._askers = self.group if names is None else rank.group()
         self.find_unused = find_unused
         self.finished, self.waits = False, True
         self.scaled_by: Any = UNKNOWN
@@ -220,7 +221,7 @@ class Summing:
             words[number] = int(flag)
         used = torch.tensor(words, dtype=torch.int32)  # made on the host: of one made on "meta", torch tells nobody
         used = used.to(self.rank.device)
-        self.group.all_reduce(used, op="max", name="used parameters")
+        self._askers.all_reduce(used, op="max", name="used parameters")
         if all(flags):  # nothing to learn: the host need not wait
             return
         found = words if used.is_meta else used.tolist()

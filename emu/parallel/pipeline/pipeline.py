@@ -74,6 +74,7 @@ class Pipeline(DataParallel):
         self._follow(self.schedule)
         self.mail = Mail(rank, self._lowered) if self.schedule.ranks > 1 else None
         super().__init__(model, rank, *axes, sharding=self.stages.sharding, **options)
+        self._chain = rank.group("pp") if self.mail is not None else None
 
     def _follow(self, schedule: Schedule) -> None:
         if schedule.stages_of != self.schedule.stages_of:

@@ -106,6 +106,6 @@ class Sharding:
             )
 
     def everyone(self) -> Group:
-        """All ranks that hold some of the model."""
-        axes = [axis for axis in self.rank.mesh.axes if axis != "pp" or self.pipeline]
+        """All ranks that hold some of the model: those of the mesh, within a pipeline stage."""
+        axes = [axis for axis in self.rank.mesh.axes if axis != "pp"]
         return self.rank.group(*axes)
