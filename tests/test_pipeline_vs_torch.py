@@ -61,6 +61,10 @@ def test_gpipe():
 @pytest.mark.parametrize("ours", THEIRS)
 def test_on_a_large_grid(ours, v):
     same(ours, THEIRS[ours], LARGE, v)
+
+
+@pytest.mark.exhaustive
+def test_gpipe_on_a_large_grid():
     same("gpipe", "GPipe", LARGE, 1)
 
 
