@@ -33,7 +33,7 @@ class Times:
     forward: Durations = 1.0
     backward_input: Durations = 1.0
     weight: Durations = 1.0
-    communication: float = 0.0
+    communication: float = 0
     overlapped: float | None = None
 
     def __post_init__(self) -> None:
@@ -136,8 +136,8 @@ def timed(schedule: Schedule, times: Times | None = None) -> Timed:
     times = times or Times()
     duration = times.of(schedule)
     crossing, communication = needs.crossing, times.communication
-    clock: list[float] = [0.0] * schedule.ranks
-    stops: list[float] = [0.0] * (schedule.ranks * needs.stride)
+    clock: list[float] = [0] * schedule.ranks
+    stops: list[float] = [0] * (schedule.ranks * needs.stride)
     rows: list[list[tuple[float, float, Action]]] = [[] for _ in schedule.rows]
     walk = Walk(needs)
     for rank, place, action in walk:
