@@ -108,4 +108,6 @@ class Sharding:
     def everyone(self) -> Group:
         """All ranks that hold some of the model: those of the mesh, within a pipeline stage."""
         axes = [axis for axis in self.rank.mesh.axes if axis != "pp"]
+        if not axes:  # a group along no axis would be one of all ranks
+            return self.rank.group(members=[self.rank.id], label="alone")
         return self.rank.group(*axes)
