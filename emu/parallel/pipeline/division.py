@@ -49,6 +49,15 @@ def _units(module: nn.Module, path: str, around: str | None) -> Iterator[Unit]:
             yield Unit(below, child, around)
 
 
+def layers_of(units: Sequence[Unit]) -> list[int]:
+    """The positions of those units that are layers: entries of the longest list."""
+    lists: dict[str, list[int]] = {}
+    for i, unit in enumerate(units):
+        if unit.around is not None:
+            lists.setdefault(unit.around, []).append(i)
+    return max(lists.values(), key=len, default=[])
+
+
 def divided(
     model: nn.Module, stages: int, how: str | Sequence[int] | Sequence[str] | Sequence[float] = "even"
 ) -> list[list[Unit]]:
@@ -67,11 +76,7 @@ def divided(
     what = type(model).__name__
     if not isinstance(how, str) and how and all(isinstance(one, str) for one in how):
         return _from_names(units, stages, [str(one) for one in how], what)
-    lists: dict[str, list[int]] = {}
-    for i, unit in enumerate(units):
-        if unit.around is not None:
-            lists.setdefault(unit.around, []).append(i)
-    layers = max(lists.values(), key=len, default=[])
+    layers = layers_of(units)
     if isinstance(how, str):
         if how != "even":
             raise PlanError(f"stages={how!r} is no way to divide a model", 'say "even", numbers of layers, or names')
