@@ -126,6 +126,11 @@ class OptimisticStep:
         return f"OptimisticStep({self.optimizer!r}, stage {self.chain.rank} of {self.chain.size}, {now})"
 
     @property
+    def pending(self) -> bool:
+        """Whether a step is still to be validated."""
+        return self._taken is not None
+
+    @property
     def _last(self) -> bool:
         return self.chain.rank == self.chain.size - 1
 

@@ -23,14 +23,14 @@ class Context(NamedTuple):
 
     Fields:
         forward: entered around each forward: precision, and the gathering of sharded parameters.
-        backward: entered around each backward: the summing of gradients.
-        factor: by which losses are multiplied before their backward, as a loss scale; 1.0 leaves them alone.
+        backward: entered around each backward: the summing of gradients. Given how many steps came before its forward.
+        steps: how many there were by now.
         recompute: whether a stage keeps its input alone, and computes the rest again in its backward.
     """
 
     forward: Callable[[], AbstractContextManager[Any]]
-    backward: Callable[[], AbstractContextManager[Any]]
-    factor: float = 1.0
+    backward: Callable[[int], AbstractContextManager[Any]]
+    steps: Callable[[], int]
     recompute: bool = False
 
 
@@ -76,6 +76,12 @@ class Execution:
         self.stages, self.mail, self.row, self.microbatches = stages, mail, row, microbatches
         self.context, self.trains = context, trains
         self.splits = any(part.kind == a.I for action in row for part in action.each())
+        self.factor = 1.0  # by which losses count in backwards, as a loss scale
+        self._begin()
+
+    def _begin(self) -> None:
+        self.at = 0  # in the row
+        self._steps = self.context.steps()
         self.total: Tensor | None = None  # of the losses computed here
         self._kept: dict[tuple[int, int], Kept] = {}
         self._outputs: dict[tuple[int, int], Tensor] = {}  # on their way to the next stage
@@ -84,13 +90,40 @@ class Execution:
 
     def run(self) -> Tensor | None:
         """Carries out the row. Returns the sum of the losses computed on this rank; None: none was."""
-        for action in self.row:
-            for part in action.each():
-                if self.trains or part.kind in (a.F, a.SEND_F, a.RECV_F):
-                    _DO[part.kind](self, part.stage, part.microbatch)
+        self._do(len(self.row))
         if self.mail is not None:
             self.mail.finish()
         return self.total
+
+    def _do(self, end: int) -> None:
+        while self.at < end:
+            for part in self.row[self.at].each():
+                if self.trains or part.kind in (a.F, a.SEND_F, a.RECV_F):
+                    _DO[part.kind](self, part.stage, part.microbatch)
+            self.at += 1
+
+    # Forwards in advance, of parameters that may yet prove wrong.
+
+    def warm_up(self) -> None:
+        """Carries out what comes before the first backward."""
+        self._do(warm_up_of(self.row))
+
+    def start_again(self, rows: Sequence[Sequence[Action]]) -> None:
+        """Forgets a warm-up. All ranks must do so: what they sent each other in theirs is received, and forgotten, too.
+
+        Args:
+            rows: of all ranks; see `may_start_again`.
+        """
+        if self.mail is not None:
+            for row in rows:
+                for action in row[: warm_up_of(row)]:
+                    if (
+                        action.kind == a.SEND_F
+                        and self.mail.places[action.stage + 1, action.microbatch] == self.mail.here
+                    ):  # type: ignore[index]
+                        self.mail.forget_input(action.stage + 1, action.microbatch, self._like(action.microbatch))  # type: ignore[arg-type]
+            self.mail.finish()
+        self._begin()
 
     # Messages.
 
@@ -154,8 +187,6 @@ class Execution:
         if loss is not None:
             wide = torch.promote_types(loss.dtype, torch.float32)  # a sum in 8 or 11 bits would lose most of its terms
             self.total = loss.detach().to(wide, copy=True) if self.total is None else self.total + loss.detach()
-            if self.context.factor != 1.0:
-                loss = loss.to(wide) * self.context.factor
         if output is not None:
             self._outputs[stage, microbatch] = output.detach()
             self._forms[stage, microbatch] = Form(tuple(output.shape), output.dtype, self.stages.length)
@@ -174,7 +205,7 @@ class Execution:
         """Where a backward starts, and with which gradients."""
         found: list[tuple[GradientEdge, Tensor]] = []
         if kept.loss is not None and kept.one is not None:
-            found.append((kept.loss, kept.one))
+            found.append((kept.loss, kept.one if self.factor == 1.0 else kept.one * self.factor))
         if (stage, microbatch) in self._forms:
             gradient = self._gradient_of_output(stage, microbatch)
             if kept.output is not None:
@@ -185,7 +216,7 @@ class Execution:
         self.stages.rank.mark(f"{stage}B{microbatch}")
         kept = self._kept.pop((stage, microbatch))
         roots = self._roots(stage, microbatch, kept)
-        with self.context.backward():
+        with self.context.backward(self._steps):
             if kept.split is not None:
                 kept.split.backward(*roots)
                 kept.split.weights()
@@ -198,7 +229,7 @@ class Execution:
         kept = self._kept[stage, microbatch]
         assert kept.split is not None
         roots = self._roots(stage, microbatch, kept)
-        with self.context.backward():
+        with self.context.backward(self._steps):
             kept.split.backward(*roots)
         self._keep_gradient(stage, microbatch, kept.incoming)
         self._kept[stage, microbatch] = Kept(None, None, None, None, kept.split)  # all that W needs
@@ -207,13 +238,25 @@ class Execution:
         self.stages.rank.mark(f"{stage}W{microbatch}")
         kept = self._kept.pop((stage, microbatch))
         assert kept.split is not None
-        with self.context.backward():
+        with self.context.backward(self._steps):
             kept.split.weights()
 
     def _keep_gradient(self, stage: int, microbatch: int, incoming: Tensor | None) -> None:
         if incoming is not None:
             found, incoming.grad = incoming.grad, None
             self._gradients[stage, microbatch] = torch.zeros_like(incoming) if found is None else found
+
+
+def warm_up_of(row: Sequence[Action]) -> int:
+    """How many actions of a row come before its first backward."""
+    backward = (i for i, action in enumerate(row) if any(part.kind in a.BACKWARD for part in action.each()))
+    return next(backward, len(row))
+
+
+def may_start_again(rows: Sequence[Sequence[Action]]) -> bool:
+    """Whether ranks wait in their warm-ups for nothing that others send only after theirs."""
+    sent = {(x.stage + 1, x.microbatch) for row in rows for x in row[: warm_up_of(row)] if x.kind == a.SEND_F}
+    return all((x.stage, x.microbatch) in sent for row in rows for x in row[: warm_up_of(row)] if x.kind == a.RECV_F)
 
 
 def _nothing(execution: Execution, stage: int, microbatch: int) -> None:

@@ -74,6 +74,7 @@ class Mail:
         self._coming: dict[Key, tuple[Tensor, Any]] = {}
         self._expected: dict[tuple[int, str], deque[Expected]] = {}  # by source and kind
         self._sent: dict[int, deque[Sent]] = {}  # by peer
+        self._taken: set[Key] = set()
 
     def send(self, kind: str, stage: int, microbatch: int, tensor: Tensor, like: Any, length: int = 0) -> None:
         """Sends a stage's output to the next stage, or its input's gradient to the one before.
@@ -119,8 +120,22 @@ class Mail:
         """The gradient of a stage's output will come from the next stage. `form`: of that output, once there is one."""
         self._expect(self.places[stage + 1, microbatch], Expected((B, stage, microbatch), lambda wait: form()))
 
+    def forget_input(self, stage: int, microbatch: int, like: Any) -> None:
+        """Receives an input that was sent and is of no use, unless it was taken."""
+        key = (F, stage, microbatch)
+        if key in self._taken:
+            self._taken.discard(key)
+            return
+        if key not in self._coming and not any(e.key == key for queue in self._expected.values() for e in queue):
+            self.expect_input(stage, microbatch, like)
+        self.take(F, stage, microbatch)
+        self._taken.discard(key)
+
     def _expect(self, peer: int, expected: Expected) -> None:
-        self._expected.setdefault((peer, expected.key[0]), deque()).append(expected)
+        queue = self._expected.setdefault((peer, expected.key[0]), deque())
+        if expected.key in self._coming or any(other.key == expected.key for other in queue):
+            return  # a warm-up that was forgotten asked for it
+        queue.append(expected)
         self._post(peer, expected.key[0], None)
 
     def _post(self, peer: int, kind: str, until: Key | None) -> None:
@@ -150,6 +165,7 @@ class Mail:
         if key not in self._coming:
             self._post(peer, kind, key)
         buffer, work = self._coming.pop(key)
+        self._taken.add(key)
         work.wait()
         sent_at = self._at[peer][Action(other, SEND_F if kind == F else SEND_B, microbatch)]
         queue = self._sent.get(peer)
@@ -159,6 +175,7 @@ class Mail:
 
     def finish(self) -> None:
         """The batch is over: waits for what is still under way."""
+        self._taken.clear()
         for queue in self._sent.values():
             while queue:
                 queue.popleft().work.wait()

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from emu.parallel.batch import Batch, as_batch, check_model, checked_plain, checked_rank
 from emu.parallel.data import DataParallel
+from emu.parallel.optimistic import OptimisticStep
 from emu.parallel.pipeline.checks import check
 from emu.parallel.pipeline.division import divided
-from emu.parallel.pipeline.executor import Context, Execution
+from emu.parallel.pipeline.executor import Context, Execution, may_start_again
 from emu.parallel.pipeline.lowering import lowered
 from emu.parallel.pipeline.mail import Mail
 from emu.parallel.pipeline.schedule import Generator, Schedule
@@ -73,6 +74,7 @@ class Pipeline(DataParallel):
         self.stages = Stages(model, rank, self.schedule, divided(model, self.schedule.stages, stages), sharding)
         self._follow(self.schedule)
         self.mail = Mail(rank, self._lowered) if self.schedule.ranks > 1 else None
+        self._warm: Execution | None = None  # whose first forwards are done
         super().__init__(model, rank, *axes, sharding=self.stages.sharding, **options)
         self._chain = rank.group("pp") if self.mail is not None else None
 
@@ -95,6 +97,7 @@ class Pipeline(DataParallel):
         sizes: Sequence[int] | None = None,
         microbatches: int | Sequence[int] | None = None,
         scale: LossScale | None = None,
+        optimist: OptimisticStep | None = None,
     ) -> Tensor:
         """Computes the gradients of the mean loss over all tokens of the batch. Returns that loss, in float64.
 
@@ -102,9 +105,32 @@ class Pipeline(DataParallel):
             sizes: rows of every rank along the data axes, in group order; balanced where not given.
             microbatches: how many, where other than the Pipeline's; or the rows of each, which may differ, or be none.
             scale: a LossScale; gradients stay scaled by it until the optimizer's step.
+            optimist: whose last step is still to be validated: that is done between the first forwards and the first
+                backward, so that no stage waits for the others between two steps. If the step is taken back, these
+                forwards are done again.
         """
         batch = as_batch(batch)
-        return self._backward(batch, self._cut(batch, sizes, microbatches), scale)
+        parts = self._cut(batch, sizes, microbatches)
+        if optimist is not None and optimist.pending:
+            self._warm = self._validated(parts, scale, optimist)
+        return self._backward(batch, parts, scale)
+
+    def _validated(
+        self, parts: Sequence[tuple[Tensor, Tensor]], scale: LossScale | None, optimist: OptimisticStep
+    ) -> Execution | None:
+        """The first forwards of a batch, of parameters that hold."""
+        if not may_start_again(self._lowered.rows):
+            optimist.validate()
+            return None
+        random = torch.get_rng_state()
+        execution = self._execution(parts)
+        execution.warm_up()
+        optimist.validate()
+        if optimist.stale:
+            torch.set_rng_state(random)
+            execution.start_again(self._lowered.rows)
+            execution.warm_up()
+        return execution
 
     def add_gradients(
         self,
@@ -130,7 +156,7 @@ class Pipeline(DataParallel):
         """The mean loss over all tokens of a batch, without gradients. Every rank must call it."""
         batch = as_batch(batch)
         with torch.no_grad():
-            total = self._run(self._cut(batch, sizes, microbatches), trains=False)
+            total = self._run(self._execution(self._cut(batch, sizes, microbatches), trains=False))
         return self._losses().all_reduce(total, name="loss").div_(batch.tokens)
 
     def loss_sum(self, x: Tensor, y: Tensor) -> Tensor:
@@ -161,16 +187,21 @@ class Pipeline(DataParallel):
         return list(zip(x.split(rows), y.split(rows)))
 
     def _add_gradients(self, microbatches: Sequence[tuple[Tensor, Tensor]], scale: LossScale | None) -> Tensor:
+        execution, self._warm = self._warm or self._execution(microbatches), None
+        execution.factor = 1.0 if scale is None else scale.value
         with self.no_sync():  # ranks are at different microbatches: gradients are summed at the end
-            return self._run(microbatches, 1.0 if scale is None else scale.value)
+            return self._run(execution)
 
-    def _run(self, microbatches: Sequence[tuple[Tensor, Tensor]], factor: float = 1.0, trains: bool = True) -> Tensor:
-        steps = self.summing.steps
-        context = Context(self._within_forward, lambda: self.summing.backward_pass(steps), factor, self.recompute)
+    def _execution(self, microbatches: Sequence[tuple[Tensor, Tensor]], trains: bool = True) -> Execution:
+        summing = self.summing
+        context = Context(self._within_forward, summing.backward_pass, lambda: summing.steps, self.recompute)
         row = self._lowered.rows[self.rank.coords.get("pp", 0)]
         parts = [(self._as_activation(x), y) for x, y in microbatches]
+        return Execution(self.stages, self.mail, row, parts, context, trains)
+
+    def _run(self, execution: Execution) -> Tensor:
         try:
-            total = Execution(self.stages, self.mail, row, parts, context, trains).run()
+            total = execution.run()
         except BaseException:
             if self._gathering is not None:
                 self._gathering.give_up()
