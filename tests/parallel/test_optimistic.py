@@ -71,11 +71,11 @@ def trains(rank, case, in_advance):
         Dictated(rank.coords["pp"]), rank, "dp", zero=case.zero, precision=case.precision, find_unused=True
     )
     scale = None if case.scale is None else LossScale(case.scale, interval=2)
-    how = {"clip": case.clip, "norm": case.norm, "scale": scale, "chain": rank.group("pp")}
+    how = {"clip": case.clip, "norm": case.norm, "scale": scale}
     optimizer = dist.optimizer(case.kind, **how, **case.options)
     optimizer.pieces()  # states are made, to be loaded into
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer.torch, 0.5)
-    optimist = OptimisticStep(optimizer)
+    optimist = OptimisticStep(optimizer, rank.group("pp"))  # whose chain is the optimizer's from now on
     seen, out = [], []
 
     def forward(step):
@@ -224,8 +224,8 @@ def uneven(rank, in_advance):
     dist = emu.DataParallel(model, rank, "dp")
     for vector in dist.vectors if stage == 2 else ():
         vector.counted = [(0, vector.flat.offsets[-2])]  # of all parameters, last to first, but the first
-    optimizer = dist.optimizer(torch.optim.AdamW, lr=0.1, clip=0.7, scale=LossScale(4.0), chain=rank.group("pp"))
-    optimist, out = OptimisticStep(optimizer), []
+    optimizer = dist.optimizer(torch.optim.AdamW, lr=0.1, clip=0.7, scale=LossScale(4.0))
+    optimist, out = OptimisticStep(optimizer, rank.group("pp")), []
     for step in range(2):
         dist.zero_grad()
         x = gradients(case, rank, model, step)
@@ -393,8 +393,8 @@ def in_turn(rank, how):
     dist = emu.DataParallel(Dictated(0), rank, "dp", find_unused=True)
     pp = rank.group("pp")
     chain = rank.group(members=pp.members, label="steps")
-    optimizer = dist.optimizer(torch.optim.AdamW, lr=0.1, clip=1.0, chain=chain)
-    optimist, passed, sent = OptimisticStep(optimizer), torch.ones(4), []
+    optimizer = dist.optimizer(torch.optim.AdamW, lr=0.1, clip=1.0)
+    optimist, passed, sent = OptimisticStep(optimizer, chain), torch.ones(4), []
 
     def computes(seconds):
         with rank.kernel("work", flops=int(seconds * rank.mesh.on.chip.peak_flops["float32"])):
@@ -448,8 +448,8 @@ def test_stages_that_end_one_after_the_other_do_not_wait_for_each_other():
 
 def steps_only(rank, in_advance, zero):
     dist = emu.DataParallel(Dictated(0), rank, "dp", zero=zero, precision="bf16-mixed")
-    optimizer = dist.optimizer(torch.optim.AdamW, lr=0.1, clip=1e9, chain=rank.group("pp"), scale=LossScale(2.0))
-    optimist, x = OptimisticStep(optimizer), torch.ones(6)
+    optimizer = dist.optimizer(torch.optim.AdamW, lr=0.1, clip=1e9, scale=LossScale(2.0))
+    optimist, x = OptimisticStep(optimizer, rank.group("pp")), torch.ones(6)
     for _ in range(3):
         dist.zero_grad()
         dist.loss_sum(x, x).backward()
@@ -481,8 +481,8 @@ def test_a_shape_run_takes_the_time_of_one_in_which_steps_hold():
 def misuse(rank, what):
     case = Case(steps=((0.1, 0.1), (0.1, 0.1)))
     dist = emu.DataParallel(Dictated(rank.coords["pp"]), rank, "dp")
-    optimizer = dist.optimizer(torch.optim.SGD, lr=0.1, clip=1.0, chain=rank.group("pp"))
-    optimist = OptimisticStep(optimizer)
+    optimizer = dist.optimizer(torch.optim.SGD, lr=0.1, clip=1.0)
+    optimist = OptimisticStep(optimizer, rank.group("pp"))
 
     def backward():
         dist.loss_sum(gradients(case, rank, dist.model, 0), torch.zeros(1)).backward()
