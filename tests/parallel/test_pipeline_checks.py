@@ -77,7 +77,7 @@ def test_who_waits_less_is_stuck_less(schedule, blocking, seeds):
 def test_the_faults_above_are_of_every_kind_and_not_all_harmful():
     told, harmless = set(), 0
     for seed in range(400):
-        schedule = make(("1f1b", "zb-h1", "zb-v", "dualpipev")[seed % 4], 3, 6)
+        schedule = make(("1f1b", "zb-h1", "zb-v", "dualpipe-v")[seed % 4], 3, 6)
         broken = two_faults(schedule if seed % 8 < 4 else lowered(schedule, gather=True), seed)
         try:
             check(broken)

@@ -88,7 +88,7 @@ def alike(layers: int, saved: int, numbers: int) -> list[Measured]:
     return [Measured(1, {i: saved}, {i: numbers}, 1) for i in range(layers)]
 
 
-SHARED = ("zb-v", "interleaved", "dualpipev", "dualpipe")
+SHARED = ("zb-v", "interleaved", "dualpipe-v", "dualpipe")
 
 
 @given(st.sampled_from(SHARED), st.sampled_from([1, 2]), st.integers(4, 9), st.integers(0, 20), st.integers(0, 3))

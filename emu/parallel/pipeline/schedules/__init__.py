@@ -11,7 +11,7 @@ from typing import Any
 from emu.parallel.pipeline.actions import Action
 from emu.parallel.pipeline.schedule import Generator, Schedule
 from emu.parallel.pipeline.schedules.dualpipe import dualpipe
-from emu.parallel.pipeline.schedules.dualpipe_v import dualpipev
+from emu.parallel.pipeline.schedules.dualpipe_v import dualpipe_v
 from emu.parallel.pipeline.schedules.gpipe import gpipe
 from emu.parallel.pipeline.schedules.interleaved import interleaved
 from emu.parallel.pipeline.schedules.one_f_one_b import one_f_one_b
@@ -32,7 +32,7 @@ SCHEDULES: dict[str, Generator] = {  # a schedule is one file, one import and on
     "v-half": v_half,
     "v-min": v_min,
     "dualpipe": dualpipe,
-    "dualpipev": dualpipev,
+    "dualpipe-v": dualpipe_v,
 }
 
 

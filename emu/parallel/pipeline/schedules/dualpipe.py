@@ -37,7 +37,7 @@ def dualpipe(rank: int, ranks: int, microbatches: int, chunks: int = 2) -> Itera
     if ranks % 2:
         raise PlanError(
             f"dualpipe needs an even number of ranks, but pp={ranks}: rank {ranks // 2} would be its own mirror",
-            f"use pp={ranks + 1}, or dualpipev, which runs on any number",
+            f"use pp={ranks + 1}, or dualpipe-v, which runs on any number",
             field="pp",
             value=ranks,
             nearest=ranks + 1,

@@ -13,7 +13,7 @@ from emu.parallel.pipeline.actions import Action
 from emu.parallel.pipeline.words import Word, numbered, two_chunks, v_shaped
 
 
-def dualpipev(rank: int, ranks: int, microbatches: int, chunks: int = 2) -> Iterator[Action]:
+def dualpipe_v(rank: int, ranks: int, microbatches: int, chunks: int = 2) -> Iterator[Action]:
     """One rank's row of DualPipeV: pairs of a forward and a whole backward at the same time.
 
     A rank holds at most 2p + 1 activations of one microbatch on one chunk; 1F1B holds 2p of such. Where F, I and W last
@@ -31,7 +31,7 @@ def dualpipev(rank: int, ranks: int, microbatches: int, chunks: int = 2) -> Iter
     Raises:
         PlanError: another number of chunks.
     """
-    two_chunks("dualpipev", chunks)
+    two_chunks("dualpipe-v", chunks)
     pattern = words(rank, ranks, max(microbatches, 2 * ranks))
     return numbered(pattern, v_shaped(rank, ranks, microbatches), split=microbatches < 2 * ranks)
 
