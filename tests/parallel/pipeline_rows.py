@@ -8,7 +8,7 @@ from collections import Counter, deque
 
 from hypothesis import strategies as st
 
-from emu.parallel.pipeline import Schedule
+from emu.parallel.pipeline import Action, Schedule
 from emu.parallel.pipeline.actions import KINDS
 from emu.parallel.pipeline.schedules import SCHEDULES, make
 from emu.spmd import PlanError
@@ -178,13 +178,13 @@ def _finishes(rows, rank_of, stages, explicit, blocking) -> bool:
 
 
 def damaged(schedule: Schedule, seed: int) -> Schedule:
-    """The same with one fault: an action dropped, doubled, swapped, moved, or given another stage, microbatch or kind."""
+    """The same with one fault: an action dropped, doubled, swapped, moved, added, or with another stage, microbatch or kind."""
     chance = random.Random(seed)
     rows = [list(row) for row in schedule.rows]
     rank = chance.choice([r for r, row in enumerate(rows) if row])
     row = rows[rank]
     n = chance.randrange(len(row))
-    what = chance.randrange(8)
+    what = chance.randrange(9)
     if what == 0:
         del row[n]
     elif what == 1:
@@ -198,6 +198,9 @@ def damaged(schedule: Schedule, seed: int) -> Schedule:
         target = chance.choice(rows)
         action = row.pop(n)
         target.insert(chance.randrange(len(target) + 1), action)
+    elif what == 8:
+        action = Action(chance.randrange(schedule.stages + 1), chance.choice(KINDS[:8]), chance.randrange(3))
+        row.insert(n, action)
     elif not row[n].parts:
         action = row[n]
         if what == 5:

@@ -200,9 +200,24 @@ def test_receives_in_another_order_than_the_sends_are_told():
     )
 
 
-def test_a_send_between_stages_of_one_rank_is_told():
-    error = told("0F0 0SEND_F0 1F0 1B0 0B0")
-    assert error.problem == "misplaced" and "stages 0 and 1 are on one rank, 0" in error.message
+@pytest.mark.parametrize(
+    "extra, why",
+    [
+        ("7SEND_F0", "no rank runs microbatch 0 on both stages 7 and 8"),
+        ("0RECV_F0", "no rank runs microbatch 0 on both stages -1 and 0"),  # the first stage's input is the batch
+        ("2SEND_F0", "no rank runs microbatch 0 on both stages 2 and 3"),  # the last one's output is the loss
+        ("1SEND_F0", "stages 1 and 2 are on one rank, 1"),
+        ("2RECV_F1", "stages 1 and 2 are on one rank, 1"),
+        ("1RECV_B1", "stages 1 and 2 are on one rank, 1"),
+    ],
+)
+def test_a_send_or_receive_that_moves_nothing_is_told(extra, why):
+    rows = str(lowered(Schedule.parse("0F0 0F1 0B0 0B1\n1F0 2F0 2B0 1B0 1F1 2F1 2B1 1B1")))
+    error = told(f"{rows} {extra}")
+    assert (
+        error.problem == "misplaced" and why in error.message and f"rank 1 has {extra} (position 12)" in error.message
+    )
+    assert error.action == extra and error.position == 12
 
 
 @pytest.mark.parametrize(

@@ -55,12 +55,12 @@ def _idle(needs: Needs) -> ScheduleError:
     for rank, row in enumerate(needs.rows):
         for position, action in enumerate(row):
             if action.kind in COMMUNICATION:
-                beyond = other_end(action)[0]
-                giver, taker = (needs.rank((s, F, action.microbatch, ())) for s in (action.stage, beyond))
+                one, other = sorted((action.stage, other_end(action)[0]))
+                giver, taker = (needs.rank((stage, F, action.microbatch, ())) for stage in (one, other))
                 if giver is None or taker is None or giver == taker:
-                    why = f"no rank runs microbatch {action.microbatch} on both stages {action.stage} and {beyond}"
-                    if giver is not None and giver == taker:
-                        why = f"stages {action.stage} and {beyond} are on one rank, {giver}"
+                    why = f"no rank runs microbatch {action.microbatch} on both stages {one} and {other}"
+                    if giver == taker is not None:
+                        why = f"stages {one} and {other} are on one rank, {giver}"
                     wrong = f"rank {rank} has {action} (position {position}), which moves nothing: {why}"
                     return error("misplaced", wrong, "leave it out", action, rank, position)
     raise AssertionError("all sends and receives move something")
