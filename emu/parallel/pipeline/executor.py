@@ -97,6 +97,8 @@ class Execution:
 
     def _do(self, end: int) -> None:
         while self.at < end:
+            if self.mail is not None:
+                self.mail.release(self.at)
             for part in self.row[self.at].each():
                 if self.trains or part.kind in (a.F, a.SEND_F, a.RECV_F):
                     _DO[part.kind](self, part.stage, part.microbatch)
@@ -115,13 +117,10 @@ class Execution:
             rows: of all ranks; see `may_start_again`.
         """
         if self.mail is not None:
-            for row in rows:
-                for action in row[: warm_up_of(row)]:
-                    if (
-                        action.kind == a.SEND_F
-                        and self.mail.places[action.stage + 1, action.microbatch] == self.mail.here
-                    ):  # type: ignore[index]
-                        self.mail.forget_input(action.stage + 1, action.microbatch, self._like(action.microbatch))  # type: ignore[arg-type]
+            sent = [x for row in rows for x in row[: warm_up_of(row)] if x.kind == a.SEND_F]
+            for stage, microbatch in ((x.stage + 1, x.microbatch) for x in sent):
+                if microbatch is not None and self.mail.places[stage, microbatch] == self.mail.here:
+                    self.mail.forget_input(stage, microbatch, self._like(microbatch))
             self.mail.finish()
         self._begin()
 

@@ -1,8 +1,7 @@
 """What a rank sends to and receives from other ranks of a pipeline: outputs forward, their gradients backward.
 
 All is asynchronous: a send does not wait, and a receive is waited for at its use. What was sent must stay until it has
-arrived, which a message back tells at no cost: what a peer sent after it had used ours comes after ours. So nothing ever
-waits for a send before the end of the batch.
+arrived; see releases.py for when that is.
 """
 
 from __future__ import annotations
@@ -14,12 +13,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from emu.parallel.pipeline.actions import SEND_B, SEND_F, Action, B, F, I
+from emu.parallel.pipeline.actions import SEND_F, Action, B, F
+from emu.parallel.pipeline.releases import releases
 from emu.parallel.pipeline.schedule import Schedule
 from emu.spmd import EmuError, Rank
 from emu.spmd.words import tell, told
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128)
+
+NEVER = -1  # a position in no row
 
 Key = tuple[str, int, int]  # kind, stage, microbatch: of the receive
 
@@ -35,13 +37,6 @@ class Form(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     length: int = 0
-
-
-class Sent(NamedTuple):
-    """Something under way: its work, and where in the peer's row it is used."""
-
-    work: Any
-    used_at: int
 
 
 class Expected(NamedTuple):
@@ -70,10 +65,10 @@ class Mail:
     def follow(self, schedule: Schedule) -> None:
         """From now on this schedule says in which order messages go."""
         self.places = schedule.places
-        self._at = [{a: i for i, action in enumerate(row) for a in action.each()} for row in schedule.rows]
+        self._releases = releases(schedule)[self.here]
         self._coming: dict[Key, tuple[Tensor, Any]] = {}
         self._expected: dict[tuple[int, str], deque[Expected]] = {}  # by source and kind
-        self._sent: dict[int, deque[Sent]] = {}  # by peer
+        self._sent: dict[int, list[Any]] = {}  # works, by the position in the row before which they are waited for
         self._taken: set[Key] = set()
 
     def send(self, kind: str, stage: int, microbatch: int, tensor: Tensor, like: Any, length: int = 0) -> None:
@@ -91,12 +86,13 @@ class Mail:
             tell(self.forward, [other, DTYPES.index(tensor.dtype), length, *tensor.shape], peer)
         group = self.forward if forward else self.backward
         work = group.send(tensor, peer, async_op=True, name=f"{stage}{kind[-1]}{microbatch}")
-        at = self._at[peer]
-        uses = (
-            (Action(other, F, microbatch),) if forward else (Action(other, B, microbatch), Action(other, I, microbatch))
-        )
-        used_at = next(at[a] for a in uses if a in at)
-        self._sent.setdefault(peer, deque()).append(Sent(work, used_at))
+        due = self._releases.get(Action(stage, kind, microbatch), NEVER)
+        self._sent.setdefault(due, []).append(work)
+
+    def release(self, position: int) -> None:
+        """The row has come to a position: what was sent, and has arrived by now, goes."""
+        for work in self._sent.pop(position, ()):
+            work.wait()
 
     def expect_input(self, stage: int, microbatch: int, like: Any) -> None:
         """A stage's input will come from the stage before: posts its receive as soon as its shape is known."""
@@ -167,15 +163,12 @@ class Mail:
         buffer, work = self._coming.pop(key)
         self._taken.add(key)
         work.wait()
-        sent_at = self._at[peer][Action(other, SEND_F if kind == F else SEND_B, microbatch)]
-        queue = self._sent.get(peer)
-        while queue and queue[0].used_at < sent_at:
-            queue.popleft().work.wait()
         return buffer
 
     def finish(self) -> None:
         """The batch is over: waits for what is still under way."""
         self._taken.clear()
-        for queue in self._sent.values():
-            while queue:
-                queue.popleft().work.wait()
+        for works in self._sent.values():
+            for work in works:
+                work.wait()
+        self._sent.clear()

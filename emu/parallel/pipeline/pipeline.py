@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -86,8 +87,7 @@ class Pipeline(DataParallel):
                 f"make the Pipeline with microbatches={schedule.microbatches}",
                 field="microbatches",
             )
-        check(schedule)
-        self.schedule, self._lowered = schedule, lowered(schedule.compute())
+        self.schedule, self._lowered = schedule, _checked(schedule)
 
     # A training step.
 
@@ -230,6 +230,13 @@ class Pipeline(DataParallel):
             f"Pipeline({type(self.model).__name__} on {self.rank!r}: stage {stages} of {self.schedule.stages}, "
             f"{self.schedule.name} with {self.schedule.microbatches} microbatches; .backward(batch) trains it)"
         )
+
+
+@lru_cache(maxsize=64)
+def _checked(schedule: Schedule) -> Schedule:
+    """A schedule that can be, with sends and receives."""
+    check(schedule)
+    return lowered(schedule.compute())
 
 
 def _maker(schedule: str | Schedule | Generator, ranks: int, chunks: int) -> Callable[[int], Schedule]:
