@@ -97,16 +97,19 @@ def _entries(module: nn.Module, path: str) -> Iterator[str]:
             yield from _entries(child, below)
 
 
-def members_of(model: nn.Module, groups: Sequence[Mapping[str, Any]] | None) -> dict[str, int]:
+def members_of(
+    model: nn.Module, groups: Sequence[Mapping[str, Any]] | None, names: Sequence[str] | None = None
+) -> dict[str, int]:
     """Parameter name -> number of its group in an optimizer.
 
     Args:
+        names: of all parameters, where the model has lost some to other stages of a pipeline; None: its own.
         groups: dicts with "params": names, with * for any characters, or parameters of the model; None makes one of all.
 
     Raises:
         EmuError: a group that names nothing of the model, or a parameter in two groups.
     """
-    names = [name for name, _ in model.named_parameters()]
+    names = [name for name, _ in model.named_parameters()] if names is None else names
     if groups is None:
         return dict.fromkeys(names, 0)
     by_id = {id(p): name for name, p in model.named_parameters()}

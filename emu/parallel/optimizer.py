@@ -111,7 +111,7 @@ class Optimizer:
             scale.belongs_to(summing)
         self.summing, self.clip, self.norm, self.scale, self.chain = summing, clip, norm, scale, chain
         self.vectors: list[Shards] = [g.shards for g in summing.gradients]
-        members = members_of(model, groups)
+        members = members_of(model, groups, summing.names)
         self.names = [[name for name in members if members[name] == i] for i in range(len(groups) if groups else 1)]
         self.torch: Any = kind(self._grouped(members, groups), **options)
         self.begun = self.unsettled = False

@@ -45,7 +45,7 @@ class Summing:
         everyone: Group | None = None,
         names: Sequence[str] | None = None,
     ) -> None:
-        self.gradients, self.rank, self.everyone = list(gradients), rank, everyone
+        self.gradients, self.rank, self.everyone, self.names = list(gradients), rank, everyone, names
         here = [name for g in self.gradients for name in g.shards.flat.names]
         self._number = {name: i for i, name in enumerate(here if names is None else names)}
         self.group = group if everyone is None else everyone

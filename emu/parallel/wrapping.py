@@ -124,11 +124,10 @@ def wrap(
     parameters = dict(model.named_parameters())
     if not parameters:
         raise EmuError(f"{type(model).__name__} has no parameters", "pass a model that has something to train")
+    everywhere = list(sharding.shapes if sharding is not None else parameters)  # on other stages of a pipeline, too
     for pattern in replicated:
-        if not any(fnmatchcase(name, pattern) for name in parameters):
-            raise EmuError(
-                f"replicated: no parameter is called {pattern!r}", f"they are {', '.join(list(parameters)[:8])}"
-            )
+        if not any(fnmatchcase(name, pattern) for name in everywhere):
+            raise EmuError(f"replicated: no parameter is called {pattern!r}", f"they are {', '.join(everywhere[:8])}")
     if sharding is None:  # otherwise it has given all ranks the same values
         for t in (*parameters.values(), *model.buffers()):
             group.broadcast(t.data, name="initial values")

@@ -26,7 +26,7 @@ def groups_of(dist: Any, optimizer: Any) -> list[dict[str, Any]]:
     """
     given = optimizer.scalars()["groups"]
     whole: Names = consult(
-        dist.rank, lambda: _own(dist, optimizer), lambda heard: [_joined(heard, dist.model)] * len(heard)
+        dist.rank, lambda: _own(dist, optimizer), lambda heard: [_joined(heard, dist)] * len(heard)
     )
     return [
         {**{key: option_of(value) for key, value in group.items()}, "params": names}
@@ -49,7 +49,7 @@ def saved_groups(path: Any, dist: Any, optimizer: Any, key: Callable[[str, str],
     def decide(heard: list[Names]) -> list[Any]:
         folder = folder_of(path)
         saved = _read(folder, root, {key for group in known for key in group}) if root is not None else None
-        fitting = None if saved is None else [_fitting(folder, saved, names) for names in _joined(heard, dist.model)]
+        fitting = None if saved is None else [_fitting(folder, saved, names) for names in _joined(heard, dist)]
         if fitting is not None:
             check_scalars(folder, {"groups": fitting, "scale": None}, optimizer.torch.param_groups)
         return [fitting] * len(heard)
@@ -63,9 +63,11 @@ def _own(dist: Any, optimizer: Any) -> Names:
     return [[named[id(part)] for part in group["params"]] for group in optimizer.torch.param_groups]
 
 
-def _joined(heard: Sequence[Names], model: Any) -> Names:
+def _joined(heard: Sequence[Names], dist: Any) -> Names:
     """Names by group, of all ranks, in the model's order."""
-    order = {name: i for i, (name, _) in enumerate(model.named_parameters())}
+    sharding = getattr(dist, "sharding", None)
+    names = [name for name, _ in dist.model.named_parameters()] if sharding is None else sharding.shapes
+    order = {name: i for i, name in enumerate(names)}
     return [sorted({name for names in of_ranks for name in names}, key=order.__getitem__) for of_ranks in zip(*heard)]
 
 
