@@ -17,7 +17,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
@@ -26,6 +26,9 @@ from emu.spmd import EmuError
 # What a product's node hangs on where none of its inputs has a gradient. It never gets one itself.
 ANCHOR = torch.empty(0, requires_grad=True)
 _ANCHOR_NODE = get_gradient_edge(ANCHOR).node
+# torch.autograd.backward and grad without what these make sure of, which takes as long. Asked for when it is called, since
+# the exact tier replaces it: emu/equivalence/exact_backward.py.
+_autograd: Any = torch.autograd
 
 
 class Late(NamedTuple):
@@ -43,7 +46,7 @@ class Late(NamedTuple):
     grad: Tensor
     number: int
     task: int
-    weights: Iterable[nn.Parameter]
+    weights: Iterable[Tensor]
 
 
 class Deferred:
@@ -56,9 +59,7 @@ class Deferred:
         """Gradients of products' outputs that are kept for later."""
         return [late.grad for late in self._late]
 
-    def product(
-        self, function: Callable[..., Tensor], data: Sequence[Tensor], weights: Iterable[nn.Parameter]
-    ) -> Tensor:
+    def product(self, function: Callable[..., Tensor], data: Sequence[Tensor], weights: Iterable[Tensor]) -> Tensor:
         """function(*data), whose backward gives gradients to data at once, and to the weights in `run`.
 
         Args:
@@ -66,23 +67,27 @@ class Deferred:
             data: distinct tensors with gradients.
             weights: all parameters that it may reach.
         """
-        return _Product.apply(ANCHOR, self, function, weights, *data)
+        return _product(ANCHOR, self, function, weights, *data)
 
-    def defer(self, function: Callable[[], Sequence[Tensor | None]], weights: Sequence[nn.Parameter]) -> None:
+    def defer(self, function: Callable[[], Sequence[Tensor | None]], weights: Sequence[Tensor]) -> None:
         """Within the backward of an autograd.Function: puts off what gives weights their gradients.
 
-        In its forward, the Function must have kept these weights from autograd, by detach(): see `deferring`.
+        In its forward, the Function must have kept these weights from autograd: see `deferring`.
 
         Args:
             function: called in `run`; returns a gradient, or None, for each of the weights.
+            weights: that have gradients; leaves, or made of leaves.
         """
         node = torch._C._current_autograd_node()
         assert node is not None, "defer is called outside of a backward"
+        if not _adds():
+            return
         with torch.enable_grad():
             edge = get_gradient_edge(_Function.apply(function, *weights))
         made: Any = edge.node
         made._set_sequence_nr(node._sequence_nr())  # its place among the weights' other uses
-        grad = ANCHOR.detach()
+        with torch._C._DisableTorchDispatch():
+            grad = ANCHOR.detach()
         self._late.append(Late(edge, grad, node._sequence_nr(), torch._C._current_graph_task_id(), weights))
 
     def run(self) -> None:
@@ -95,7 +100,7 @@ class Deferred:
             _backward(late, {id(w): w for one in late for w in one.weights}.values())
             return
         # Every reentrant checkpoint adds to .grad by itself, when it has seen the last use of a weight.
-        last: dict[tuple[int, int], tuple[int, nn.Parameter]] = {}
+        last: dict[tuple[int, int], tuple[int, Tensor]] = {}
         for i, one in enumerate(late):
             last |= {(one.task, id(w)): (i, w) for w in one.weights}
         for (task, _), (_, weight) in sorted(last.items(), key=lambda item: item[1][0]):
@@ -105,8 +110,8 @@ class Deferred:
 def deferring() -> Deferred | None:
     """What puts off weights' work in the forward under way, if anything does.
 
-    An autograd.Function that computes weights' gradients may ask in its forward. If there is something, it gives autograd
-    detached weights, and `ANCHOR` in their place, and calls `.defer` in its backward.
+    Who applies an autograd.Function that computes weights' gradients may ask. If there is something, it passes detached
+    weights, and beside them `ANCHOR`, so that there is a backward; and that calls `.defer`.
     """
     for mode in reversed(torch.overrides._get_current_function_mode_stack()):
         if isinstance(found := getattr(mode, "deferred", None), Deferred):
@@ -114,12 +119,13 @@ def deferring() -> Deferred | None:
     return None
 
 
-def _backward(late: Sequence[Late], weights: Iterable[nn.Parameter], keep: bool = False) -> None:
+def _backward(late: Sequence[Late], weights: Iterable[Tensor], keep: bool = False) -> None:
     numbers = [one.edge.node._sequence_nr() for one in late]
     if any(a <= b for a, b in pairwise(numbers)):  # what a checkpoint computed again has new numbers
         for one in late:
             _renumber(one.edge.node, one.number)
-    torch.autograd.backward([one.edge for one in late], [one.grad for one in late], keep, inputs=list(weights))
+    roots, grads = tuple(one.edge for one in late), tuple(one.grad for one in late)
+    _autograd._engine_run_backward(roots, grads, keep, False, tuple(weights), True, accumulate_grad=True)
 
 
 def _renumber(node: Any, number: int) -> None:
@@ -137,7 +143,7 @@ class _Product(Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, deferred: Deferred, function: Any, weights: Any, *data: Tensor) -> Tensor:
         with torch.enable_grad():
-            inlets = [_Inlet.apply(anchor, x) for x in data]
+            inlets = [_inlet(x.detach()) for x in data]
             if _checkpointed():
                 # A checkpoint keeps nothing, so neither the graph: it keeps the ticket, and a new graph comes with it.
                 with saved_tensors_hooks(_same, _same):
@@ -148,7 +154,7 @@ class _Product(Function):
         ctx.set_materialize_grads(False)
         with torch._C._DisableTorchDispatch():  # no part of the program
             ticket: Any = anchor.detach()
-        ticket.inner = get_gradient_edge(out), [get_gradient_edge(x) for x in inlets]
+        ticket.inner = get_gradient_edge(out), tuple(x if x.is_leaf else get_gradient_edge(x) for x in inlets)
         ctx.save_for_backward(ticket)
         return out.detach()
 
@@ -163,15 +169,26 @@ class _Product(Function):
             )
         edge, inlets = ctx.saved_tensors[0].inner
         deferred, weights = ctx.rest
-        if torch._C._will_engine_execute_node(_ANCHOR_NODE):  # not torch.autograd.grad, which leaves .grad alone
+        if _adds():
             task = torch._C._current_graph_task_id()
             deferred._late.append(Late(edge, grad, ctx._sequence_nr(), task, weights))
-        grads = torch.autograd.grad([edge], inlets, [grad], retain_graph=True, allow_unused=True) if inlets else ()
+        if not inlets:
+            return None, None, None, None
+        grads = _autograd._engine_run_backward((edge,), (grad,), True, False, inlets, True, accumulate_grad=False)
         return None, None, None, None, *grads
 
 
+# Function.apply without what it does for torch.func, under which nothing is put off.
+_product: Any = super(Function, _Product).apply  # type: ignore[misc]
+
+
+def _inlet(x: Tensor) -> Any:
+    """Where data enters a product's own graph. A leaf holds on to its data, as the product does, unless that takes a copy."""
+    return x.requires_grad_() if x.is_contiguous() else _Inlet.apply(ANCHOR, x)
+
+
 class _Inlet(Function):
-    """Where data enters a product's own graph. Unlike a leaf, its node does not hold on to the data."""
+    """A node that does not hold on to the data."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, x: Tensor) -> Tensor:
@@ -188,12 +205,18 @@ class _Function(Function):
     @staticmethod
     def forward(ctx: Any, function: Any, *weights: Tensor) -> Tensor:
         ctx.function = function
-        return ANCHOR.detach()
+        with torch._C._DisableTorchDispatch():
+            return ANCHOR.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         function, ctx.function = ctx.function, None
         return None, *function()
+
+
+def _adds() -> bool:
+    """Whether the backward under way adds to .grad: torch.autograd.grad leaves it alone."""
+    return torch._C._will_engine_execute_node(_ANCHOR_NODE)
 
 
 def _checkpointed() -> bool:

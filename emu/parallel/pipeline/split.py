@@ -7,7 +7,7 @@ one backward would, to the last bit.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ PRODUCTS: frozenset[Any] = frozenset(
 # Of their second tensor they read no more than its shape, dtype or device.
 _LIKE: frozenset[Any] = frozenset([Tensor.to, Tensor.type_as, Tensor.view_as, Tensor.expand_as, Tensor.reshape_as])
 
+_PROPERTY: Any = type(Tensor.shape.__get__)  # type: ignore[attr-defined]  # how a mode is told of one
 # What starts autograd's engine, and what the gradients are called that it starts from.
 _ENGINE: dict[Any, str] = {torch.autograd.backward: "grad_tensors", torch.autograd.grad: "grad_outputs"}
 
@@ -160,10 +161,12 @@ class _Watch(TorchFunctionMode):
             return self._differentiate(func, *args, **kwargs)
         if not torch.is_grad_enabled():
             return func(*args, **kwargs)
+        if type(func) is _PROPERTY:
+            return self._property(func, *args)
         weights: list[Tensor] = []  # made of parameters alone, whose gradients may wait
         data: list[Tensor] = []  # others with gradients
         rest = False  # whether there are tensors without
-        for t in _tensors(args[:1] if func in _LIKE else (args, kwargs) if kwargs else args):
+        for t in _tensors(args[:1] if func in _LIKE else (*args, *kwargs.values()) if kwargs else args):
             if not t.requires_grad:
                 rest = rest or t.dim() > 0
             elif (family := self._family(t)) is not None and family.late is not False:
@@ -178,11 +181,11 @@ class _Watch(TorchFunctionMode):
             out = func(*args, **kwargs)
             self._mark(out, weights)
             return out
-        if any(self._family(w).late for w in weights):  # type: ignore[union-attr]
-            late = {id(w): self._alias(w) for w in weights if self._family(w).late}  # type: ignore[union-attr]
+        late = {id(w): self._alias(w) for w in weights if self._family(w).late}  # type: ignore[union-attr]
+        if late:
             args, kwargs = _replaced(args, late), _replaced(kwargs, late)
         out = func(*args, **kwargs)
-        if any(t.requires_grad for t in _tensors((out,))) or out is None:
+        if out is None or any(t.requires_grad for t in _tensors((out,))):
             for w in weights:
                 if (family := self._family(w)) is not None and family.late is None:
                     family.late = False
@@ -194,7 +197,7 @@ class _Watch(TorchFunctionMode):
         torch would hand these functions to the mode, and take it off meanwhile, for tensors, but not for edges.
         """
         given = options.pop(_ENGINE[func])
-        given = [given] * len(roots) if given is None else given
+        given = [given] * len(roots) if given is None or isinstance(given, Tensor) else given
         grads = [torch.ones_like(t) if g is None and isinstance(t, Tensor) else g for t, g in zip(roots, given)]
         options[_ENGINE[func]] = grads
         if inputs is not None:
@@ -202,12 +205,18 @@ class _Watch(TorchFunctionMode):
         with self:
             return func(_edges(roots), **options)
 
+    def _property(self, func: Any, t: Tensor, *value: Any) -> Any:
+        """t.shape, t.T, t.grad = None, ... When torch sets one by itself, other properties of t may wait for that in vain."""
+        out = func(t, *value)
+        if isinstance(out, Tensor) and out.requires_grad and (family := self._family(t)) and family.late is not False:
+            self._mark(out, [t])
+        return out
+
     def _family(self, t: Tensor) -> _Family | None:
         """Of what is a parameter, or made of parameters alone."""
         if t.is_leaf:
-            if not isinstance(t, nn.Parameter):
-                return None
-            if (found := self._families.get(id(t))) is None:
+            found = self._families.get(id(t))
+            if found is None and isinstance(t, nn.Parameter):
                 found = self._families[id(t)] = _Family(t)
             return found
         parameter, version = getattr(t, "_emu_weight", (None, 0))
@@ -262,13 +271,17 @@ class _Watch(TorchFunctionMode):
             return self._alias(out) if family is not None and family.late else out
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def _tensors(values: Iterable[Any]) -> list[Tensor]:
     """Every tensor in nested lists, tuples and dicts."""
-    for item in value.values() if isinstance(value, dict) else value:
-        if isinstance(item, Tensor):
-            yield item
-        elif isinstance(item, (list, tuple, dict)):
-            yield from _tensors(item)
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += _tensors(value)
+        elif isinstance(value, dict):
+            found += _tensors(value.values())
+    return found
 
 
 def _edges(tensors: Any) -> list[Any]:

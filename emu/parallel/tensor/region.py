@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from emu.parallel.deferred import ANCHOR, deferring
 from emu.parallel.tensor.tokens import TokenCut
 from emu.spmd import EmuError, Group
 
@@ -71,7 +72,12 @@ class Region:
         self.closed = False
         under_way = self._pass = _Pass(self)
         trained = [t for m in self.maps for t in (m.weight, m.bias) if t is not None]
-        entered, under_way.ticket = _Enter.apply(x, under_way, *trained)
+        anchor = None
+        if under_way.deferred is not None:
+            under_way.late = [t for t in trained if t.requires_grad]
+        if under_way.late:
+            anchor, trained = ANCHOR, [t.detach() for t in trained]
+        entered, under_way.ticket = _Enter.apply(x, under_way, anchor, *trained)
         self._entered = entered
         return entered
 
@@ -114,6 +120,8 @@ class _Pass:
         self.ticket: Tensor | None = None  # holds the maps' outputs to the entrance in autograd's graph
         self.rows: Tensor | None = None  # what entered: [tokens, width]
         self.given: list[tuple[int, Tensor]] = []  # gradients of the maps' outputs: [tokens, out], one for every call
+        self.deferred = deferring()  # what puts off the weights' gradients, if anything does
+        self.late: list[Tensor] = []  # the weights and biases whose gradients it puts off
 
 
 class _Product(Function):
@@ -140,7 +148,7 @@ class _Enter(Function):
     """Forward: identity (all_gather). Backward: all_reduce (reduce_scatter) of the gradients of all maps together."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, under_way: _Pass, *trained: Tensor) -> Any:
+    def forward(ctx: Any, x: Tensor, under_way: _Pass, anchor: Tensor | None, *trained: Tensor) -> Any:
         region, tokens = under_way.region, under_way.region.tokens
         ctx.under_way = under_way
         ctx.set_materialize_grads(False)
@@ -162,14 +170,14 @@ class _Enter(Function):
         under_way, region = ctx.under_way, ctx.under_way.region
         group, tokens = region.group, region.tokens
         given, under_way.given = under_way.given, []
-        weights = any(ctx.needs_input_grad[2:])
-        gathering = None
-        if tokens is not None and given and weights:
-            gathering = group.all_gather(
-                x.detach(), tokens.dim, _uneven(ctx.sizes), async_op=True, name=f"{region.name} again"
-            )
-        places = region.places
-        dx = _input_gradient(region.maps, given, trained, places) if ctx.needs_input_grad[0] else None
+        wanted = ctx.needs_input_grad[3:]
+
+        def gather(async_op: bool) -> Any:
+            again = f"{region.name} again"
+            return group.all_gather(x.detach(), tokens.dim, _uneven(ctx.sizes), async_op=async_op, name=again)
+
+        gathering = gather(True) if tokens is not None and given and any(wanted) else None
+        dx = _input_gradient(region.maps, given, trained, region.places) if ctx.needs_input_grad[0] else None
         if dx is not None:
             shape = list(x.shape)
             if tokens is not None:
@@ -182,16 +190,35 @@ class _Enter(Function):
             going = group.all_reduce(dx, async_op=True, name=region.name)
         elif dx is not None and tokens is not None:
             going = group.reduce_scatter(dx, tokens.dim, _uneven(ctx.sizes), async_op=True, name=region.name)
+        if late := under_way.late:
+            assert under_way.deferred is not None
+            flags = [t.requires_grad for t in (p for m in region.maps for p in (m.weight, m.bias) if p is not None)]
+
+            def gradients() -> list[Tensor | None]:
+                read = gather(False) if tokens is not None and given else x.detach()
+                out = _weight_gradients(region, given, trained, flags, read)
+                return [grad for grad, flag in zip(out, flags) if flag]
+
+            under_way.deferred.defer(gradients, late)
+            return (going.wait() if going is not None else None), None, None, *[None] * len(trained)
         read = gathering.wait() if gathering is not None else x.detach()
-        rows = _rows(read)
-        out: list[Tensor | None] = [None] * len(trained)
-        for i, grad in given:
-            at, bias = places[i]
-            if ctx.needs_input_grad[2 + at]:
-                out[at] = _added(out[at], (grad.t() @ rows.to(grad.dtype)).to(trained[at].dtype))
-            if bias and ctx.needs_input_grad[3 + at]:
-                out[at + 1] = _added(out[at + 1], grad.sum(0).to(trained[at + 1].dtype))
-        return (going.wait() if going is not None else None), None, *out
+        out = _weight_gradients(region, given, trained, wanted, read)
+        return (going.wait() if going is not None else None), None, None, *out
+
+
+def _weight_gradients(
+    region: Region, given: Sequence[tuple[int, Tensor]], trained: Sequence[Tensor], wanted: Sequence[bool], read: Tensor
+) -> list[Tensor | None]:
+    """Of all weights and biases, where wanted: from the gradients of the maps' outputs, and what all maps read."""
+    rows, places = _rows(read), region.places
+    out: list[Tensor | None] = [None] * len(trained)
+    for i, grad in given:
+        at, bias = places[i]
+        if wanted[at]:
+            out[at] = _added(out[at], (grad.t() @ rows.to(grad.dtype)).to(trained[at].dtype))
+        if bias and wanted[at + 1]:
+            out[at + 1] = _added(out[at + 1], grad.sum(0).to(trained[at + 1].dtype))
+    return out
 
 
 def _input_gradient(
