@@ -14,12 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from emu.parallel.pipeline import Schedule
-from emu.parallel.pipeline.building_block import PERIOD, squeezed
+from emu.parallel.pipeline.building_block import PERIOD, Block, squeezed
 from emu.parallel.pipeline.checks import check
 from emu.parallel.pipeline.schedules import SCHEDULES, make
 from emu.parallel.pipeline.schedules.v_half import block as half_block
 from emu.parallel.pipeline.schedules.v_min import block as min_block
 from emu.parallel.pipeline.timing import Times, peak_activations, timed
+from emu.parallel.pipeline.words import numbered, v_shaped
 from emu.spmd import PlanError, ScheduleError
 
 V = ("zb-v", "v-half", "v-min")
@@ -166,6 +167,45 @@ def test_memory_follows_from_how_long_activations_live(block):
         assert max(bounds) - 1 <= held_at_most <= max(bounds)
         longer = tuple((f, F, i + PERIOD, I + PERIOD) for f, F, i, I in block(p))  # noqa: E741
         assert max(sum(ceil(life / PERIOD) for life in _lives(ticks)) for ticks in longer) == max(bounds) + 2
+
+
+@pytest.mark.parametrize("p", range(2, 13))
+def test_v_min_keeps_to_its_memory_by_its_order_alone(p):
+    """V-Half does so with an odd number of ranks. With an even one, forwards would overtake weights that are put off."""
+    assert squeezed(min_block(p), 24, 10**6) == squeezed(min_block(p), 24, 2 * ((p + 4) // 3))
+    same = squeezed(half_block(p), 24, 10**6) == squeezed(half_block(p), 24, 2 * (p // 2 + 1))
+    assert same == (p % 2 == 1)
+
+
+@st.composite
+def blocks(draw, most: int = 5) -> Block:
+    """Any ticks that respect what needs what, two passes never on one of the six."""
+    p = draw(st.integers(1, most))
+    used, ticks, tick = [set() for _ in range(p)], [[] for _ in range(p)], -1
+    for down in (True, False, True, False):
+        for rank in range(p) if down else reversed(range(p)):
+            tick += 1 + draw(st.integers(0, 7))
+            while tick % PERIOD in used[rank]:
+                tick += 1
+            used[rank].add(tick % PERIOD)
+            ticks[rank].append(tick)
+    return tuple(map(tuple, ticks))
+
+
+@given(blocks(), st.integers(1, 12), st.integers(1, 40))
+def test_any_block_makes_a_schedule_within_the_memory_it_is_given(block, m, limit):
+    p = len(block)
+    try:
+        rows = squeezed(block, m, limit)
+    except PlanError as error:
+        assert limit < 2 * m
+        assert error.nearest == limit + 1
+        return
+    schedule = Schedule(tuple(tuple(numbered(row, v_shaped(rank, p, m))) for rank, row in enumerate(rows)))
+    check(schedule)
+    assert max(peak_activations(schedule, 1.0)) <= limit
+    if limit >= 2 * m:  # no later than unsqueezed, with all weights at the end
+        assert timed(schedule).makespan <= PERIOD * (m - 1) + max(map(max, block)) + 1 + 2 * m
 
 
 @pytest.mark.parametrize("p", range(2, 13))

@@ -20,16 +20,16 @@ PERIOD: Final = 6  # ticks between microbatches: F, I and W of two chunks, a tic
 
 _PASSES: Final[tuple[Word, ...]] = (("F0",), ("F1",), ("I1",), ("I0",))
 _WEIGHTS: Final[tuple[Word, ...]] = ((), (), ("W1",), ("W0",))  # what each of them leaves to do
-_WORK: Final = 4  # in an order, the next of these; they are done in turn
+_WORK: Final = 4  # in an order: the next of these, if some are left
 
 
 @lru_cache(maxsize=8)  # as every rank asks for its own row
 def squeezed(block: Block, microbatches: int, held: int) -> tuple[tuple[Word, ...], ...]:
     """Every rank's row, in words: the block at every `PERIOD`, then without the waiting that this leaves at both ends.
 
-    A rank does forwards and gradients in the order that the repeated block has them, each as early as it can; weights in
-    the block's free ticks, sooner where it would wait otherwise, and only there once it has begun its last microbatch, as
-    from then on others wait for its gradients.
+    A rank does all in the order that the repeated block has it, weights in the block's free ticks, and each as early as it
+    can; where it would wait, it works on weights if some are left. Once it has begun its last microbatch it works on them
+    only there, or at the end, as from then on others wait for its gradients.
 
     Args:
         block: in the shape of a V: F0 and I1 go from rank 0 to the last, F1 and I0 come back.
@@ -53,15 +53,15 @@ def squeezed(block: Block, microbatches: int, held: int) -> tuple[tuple[Word, ..
     orders = [_order(ticks, microbatches) for ticks in block]
     ahead = [next(order, None) for order in orders]
     left = [list[Word]() for _ in block]  # weights to work on, in turn
-    worked, early, memory = [0] * ranks, [0] * ranks, [0] * ranks
+    worked, memory = [0] * ranks, [0] * ranks
     rows = [list[Word]() for _ in block]
     todo = ranks * microbatches * PERIOD
     while todo:
         before, ran = todo, []
         for r, row in enumerate(rows):
             k = ahead[r]
-            while k == _WORK and (early[r] or done[0][r] == microbatches):  # done already, or to be left for later
-                early[r] -= early[r] > 0
+            some = worked[r] < len(left[r])
+            while k == _WORK and (done[0][r] == microbatches or not some):
                 k = ahead[r] = next(orders[r], None)
             if k is not None and k != _WORK:
                 source, rank = needs[r][k]
@@ -69,15 +69,13 @@ def squeezed(block: Block, microbatches: int, held: int) -> tuple[tuple[Word, ..
                     ran.append((k, r))
                     ahead[r] = next(orders[r], None)
                     continue
-            if worked[r] < len(left[r]):
+            if some:
                 row.append(left[r][worked[r]])
                 worked[r] += 1
                 memory[r] -= 1
                 todo -= 1
                 if k == _WORK:
                     ahead[r] = next(orders[r], None)
-                else:
-                    early[r] += 1
         for k, r in ran:  # apart from the choice: what ends in a tick is of use from the next one on
             rows[r].append(_PASSES[k])
             done[k][r] += 1
@@ -98,12 +96,9 @@ def squeezed(block: Block, microbatches: int, held: int) -> tuple[tuple[Word, ..
 
 
 def _order(ticks: tuple[int, int, int, int], microbatches: int) -> Iterator[int]:
-    """A rank's passes as the repeated block has them, with weights where it would idle."""
-    late, free = 0, 0
+    """A rank's passes as the repeated block has them, and a chance to work on weights in every free tick between."""
+    free = 0
     for tick, k in sorted((tick + PERIOD * j, k) for k, tick in enumerate(ticks) for j in range(microbatches)):
-        idle = min(late, tick - free)
-        yield from repeat(_WORK, idle)
+        yield from repeat(_WORK, tick - free)
         yield k
         free = tick + 1
-        late += (k > 1) - idle
-    yield from repeat(_WORK, late)
