@@ -180,14 +180,19 @@ def test_a_deadlock_shows_its_cycle_a_line_a_rank():
     ]
 
 
-def test_of_a_long_cycle_some_lines_are_shown():
+@pytest.mark.parametrize("ranks", [3, 12, 13, 40])
+def test_of_a_long_cycle_some_lines_are_shown(ranks):
     """Rank 0 waits in its second stage for the last rank, and every other rank for the one before."""
-    ranks = 40
-    rows = ["0F1 40F1 0F0 40F0 40B0 40B1 0B0 0B1", *(f"{r}F0 {r}F1 {r}B0 {r}B1" for r in range(1, ranks))]
-    error = told("\n".join(rows))
-    assert error.waiting == {0: 39, **{r: r - 1 for r in range(1, ranks)}}
-    lines = error.message.splitlines()
-    assert len(lines) == 14 and "28 more ranks" in lines[7] and "ranks 0, 1, 2 and 37 more" in lines[0]
+    chain = f"0F1 {ranks}F1 0F0 {ranks}F0 {ranks}B0 {ranks}B1 0B0 0B1"
+    error = told("\n".join([chain, *(f"{r}F0 {r}F1 {r}B0 {r}B1" for r in range(1, ranks))]))
+    assert error.waiting == {0: ranks - 1, **{r: r - 1 for r in range(1, ranks)}}
+    first, *lines = error.message.splitlines()
+    if ranks <= 12:
+        assert len(lines) == ranks and "more" not in error.message
+        assert f"ranks {', '.join(map(str, range(ranks - 1)))} and {ranks - 1} wait" in first
+    else:
+        assert len(lines) == 13 and f"... {ranks - 12} more ranks ..." in lines[6]
+        assert f"ranks 0, 1, 2 and {ranks - 3} more wait" in first
 
 
 def test_receives_in_another_order_than_the_sends_are_told():

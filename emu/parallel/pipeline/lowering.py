@@ -32,8 +32,8 @@ def lowered(schedule: Schedule, gather: bool = False, blocking: bool = False) ->
     A send stands right after the action that makes what it sends. A receive stands before the action that precedes its
     use, so that what travels does so while that runs; one rank receives from another in the order in which that sends.
     Stages on one rank hand over without either. This order is for sends and receives that do not wait. Where they do,
-    or where a pair of ranks carries them out one at a time as posted, it is a deadlock as soon as outputs and gradients
-    cross each other, as in every schedule but one of forwards only: say blocking=True.
+    or where two ranks carry theirs out one at a time in the order posted, ranks that both send and receive end in a
+    deadlock: say blocking=True.
 
     Args:
         schedule: any; what it has besides computing is left out and made anew.
