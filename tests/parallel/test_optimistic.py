@@ -34,6 +34,22 @@ class Dictated(nn.Module):
         return sum((w.flatten() * piece).sum().float() for w, piece in zip(self.weights, cut))
 
 
+class Counting(torch.optim.SGD):
+    """An optimizer of one's own: counts in its groups, keeps lists and numbers in its states, and puts new tensors there."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+            group["decay"] = group.get("decay", torch.ones(())).mul_(0.5)
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    state["seen"] = [*state.get("seen", []), p.grad.detach().clone()][-2:]
+                    state["n"] = state.get("n", 0) + 1
+                    state["mean"] = sum(state["seen"]) * group["decay"] / state["n"]
+                    p.data.sub_(state["mean"] * group["lr"] / group["steps"])
+
+
 class Case(NamedTuple):
     """What is trained, how; and for every step the size of every stage's gradients."""
 
@@ -47,6 +63,7 @@ class Case(NamedTuple):
     norm: float = 2.0
     scale: float | None = None
     schedule: bool = False  # whether the learning rate changes, before a step is validated
+    kept: bool = False  # whether parameters stay whole after a forward at zero=3
     early: bool = False  # whether forwards run before a step is validated
     partly: bool = False  # whether some steps use some parameters only
     order: Any = "program"
@@ -67,9 +84,10 @@ def gradients(case, rank, model, step):
 
 def trains(rank, case, in_advance):
     """Returns everything that steps decide, and what was seen of being in advance."""
-    dist = emu.DataParallel(
-        Dictated(rank.coords["pp"]), rank, "dp", zero=case.zero, precision=case.precision, find_unused=True
-    )
+    how = {"zero": case.zero, "precision": case.precision, "find_unused": True}
+    if case.zero == 3:
+        how["reshard_after_forward"] = not case.kept
+    dist = emu.DataParallel(Dictated(rank.coords["pp"]), rank, "dp", **how)
     scale = None if case.scale is None else LossScale(case.scale, interval=2)
     how = {"clip": case.clip, "norm": case.norm, "scale": scale}
     optimizer = dist.optimizer(case.kind, **how, **case.options)
@@ -147,6 +165,7 @@ KINDS = [
     (torch.optim.Rprop, {"lr": 0.1}),
     (torch.optim.Adadelta, {"lr": 0.1}),
     (torch.optim.ASGD, {"lr": 0.1}),
+    (Counting, {"lr": 0.1}),
 ]
 sizes = st.sampled_from([0.0, 0.1, 0.3, 0.5, 0.5, 0.7, 1.0, 2.0, 1e4, INF, NAN])
 
@@ -172,6 +191,7 @@ def cases(draw):
         norm=draw(st.sampled_from([2.0, 2.0, INF])),
         scale=scale,
         schedule=draw(st.booleans()),
+        kept=draw(st.booleans()),
         early=draw(st.booleans()),
         partly=draw(st.booleans()),
         order=draw(st.sampled_from(["program", "time", 1, 2])),
@@ -190,6 +210,8 @@ LAST, FIRST = (0.1, 0.1, 0.1, INF), (INF, 0.1, 0.1, 0.1)
 @example(Case(steps=((0.1, NAN), (0.1, 0.1))))  # without a scale nobody looks, and all parameters become nan
 @example(Case(steps=((0.6, 0.8 - 1e-6), (0.6, 0.8), (0.6, 0.8 + 1e-6)), clip=1.0))  # about the limit
 @example(Case(steps=(LATE, FINE), zero=3, dp=2, precision="bf16-mixed", early=True))
+@example(Case(steps=(LATE, FINE), zero=3, dp=2, kept=True, early=True))  # whole parameters of before are left
+@example(Case(Counting, {"lr": 0.1}, steps=(FINE, LATE, LAST, LATE, FINE), scale=2.0, schedule=True))
 @example(Case(*KINDS[2], steps=(LAST, LATE, FINE), scale=2.0, zero=1, dp=2))
 @example(Case(steps=(LATE, LATE), clip=None))
 def test_a_step_in_advance_ends_as_one_that_waits_to_the_bit(case):
@@ -266,6 +288,27 @@ def test_a_stage_hopes_until_what_it_knows_speaks_against_it(step, scale, stale,
     found = [seen[-1] for _, seen in run(Case(steps=(step,), scale=scale), True)]
     assert [s for s, *_ in found] == [stale] * 4
     assert [n for _, n, _ in found] == taken_back
+
+
+def test_a_chain_of_one_stage_knows_all():
+    for step in ((5.0,), (INF,)):
+        ((_, seen),) = run(Case(steps=(step,), scale=2.0), True)
+        assert seen == [(False, 0, 0)]
+
+
+def test_copies_of_gradients_do_not_wait_for_the_validation():
+    def program(rank):
+        dist = emu.DataParallel(Dictated(0), rank, "dp", precision="bf16-mixed")
+        optimist = OptimisticStep(dist.optimizer(torch.optim.SGD, lr=0.1, clip=1.0), rank.group("pp"))
+        dist.loss_sum(torch.full((6,), 0.1), torch.zeros(1)).backward()
+        dist.finish(1)
+        optimist.step()
+        held = [p.grad for group in optimist.optimizer.torch.param_groups for p in group["params"]]
+        optimist.validate()
+        return held
+
+    for held in emu.launch(program, emu.Mesh(pp=2, dp=1)).results:
+        assert held == [None] * 3
 
 
 def test_a_forward_of_parameters_that_are_no_more_refuses_its_backward():
