@@ -17,7 +17,7 @@ def v_half(rank: int, ranks: int, microbatches: int, chunks: int = 2) -> Iterato
 
     A rank holds at most h activations of one microbatch on one chunk, the next even number above p (or twice the
     microbatches, if that is less); 1F1B holds 2p of such. Where F, I and W last equally long, every rank idles for
-    4p - 3 - h of these, if p > 1; in 1F1B 6(p - 1).
+    4p - 3 - h of these, if p > 2; in 1F1B 6(p - 1).
 
     Args:
         rank: whose row.
