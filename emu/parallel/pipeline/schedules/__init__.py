@@ -10,6 +10,7 @@ from typing import Any
 
 from emu.parallel.pipeline.actions import Action
 from emu.parallel.pipeline.schedule import Generator, Schedule
+from emu.parallel.pipeline.schedules.auto import auto
 from emu.parallel.pipeline.schedules.dualpipe import dualpipe
 from emu.parallel.pipeline.schedules.dualpipe_v import dualpipe_v
 from emu.parallel.pipeline.schedules.gpipe import gpipe
@@ -33,6 +34,7 @@ SCHEDULES: dict[str, Generator] = {  # a schedule is one file, one import and on
     "v-min": v_min,
     "dualpipe": dualpipe,
     "dualpipe-v": dualpipe_v,
+    "auto": auto,
 }
 
 
