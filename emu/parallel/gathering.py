@@ -145,6 +145,18 @@ class Gathering:
         at = len(self._order) if unit is self.root else self._order.index(unit) if unit in self._order else 0
         self._fetch(self._order[max(at - self.prefetch, 0) : at][::-1])
 
+    def enter_weights(self, weights: set[int]) -> None:
+        """A backward of weights alone begins: gathers the units of these parameters, by their ids, until its end.
+
+        Weights' gradients need values of weights where one is made of several, or a product has several.
+        """
+        units = [u for u in self.units if any(id(p) in weights for shards in u.vectors for p in shards.parameters)]
+        for unit in units:
+            unit.gather()
+        for unit in units:
+            unit.arrive()
+            unit.in_backward = True
+
     def _fetch(self, units: Sequence[Gathered]) -> None:
         for unit in units:
             unit.gather()

@@ -118,14 +118,19 @@ class Summing:
             )
 
     @contextmanager
-    def backward_pass(self, steps: int) -> Iterator[None]:
+    def backward_pass(self, steps: int, weights: Sequence[Tensor] = ()) -> Iterator[None]:
         """Backwards within it, of whatever roots, are one of this model's, of a forward that ran after so many steps.
+
+        Args:
+            weights: parameters that it reaches without passing their units' outputs, which would have them gathered.
 
         Raises:
             EmuError: as `begin`.
         """
         self._check_begin(steps)
         self._enter(PASS)
+        if self._gathering is not None and weights:
+            self._gathering.enter_weights({id(p) for p in weights})
         try:
             yield
         except BaseException:

@@ -23,13 +23,14 @@ class Context(NamedTuple):
 
     Fields:
         forward: entered around each forward: precision, and the gathering of sharded parameters.
-        backward: entered around each backward: the summing of gradients. Given how many steps came before its forward.
+        backward: entered around each backward: the summing of gradients. Given how many steps came before its forward,
+            and the stage's parameters where it is of weights alone.
         steps: how many there were by now.
         recompute: whether a stage keeps its input alone, and computes the rest again in its backward.
     """
 
     forward: Callable[[], AbstractContextManager[Any]]
-    backward: Callable[[int], AbstractContextManager[Any]]
+    backward: Callable[..., AbstractContextManager[Any]]
     steps: Callable[[], int]
     recompute: bool = False
 
@@ -237,7 +238,7 @@ class Execution:
         self.stages.rank.mark(f"{stage}W{microbatch}")
         kept = self._kept.pop((stage, microbatch))
         assert kept.split is not None
-        with self.context.backward(self._steps):
+        with self.context.backward(self._steps, self.stages.parameters[stage]):
             kept.split.weights()
 
     def _keep_gradient(self, stage: int, microbatch: int, incoming: Tensor | None) -> None:

@@ -111,6 +111,7 @@ class Stages:
                 if stage not in self.mine:
                     _empty(unit.module, kept)
                 self._place(unit, stage)
+        self.parameters = {stage: [p for u in units[stage] for p in u.module.parameters()] for stage in self.mine}
 
     def _place(self, unit: Unit, stage: int) -> None:
         module: Any = unit.module
