@@ -1,11 +1,13 @@
 """Pictures, tables and reports of a run. matplotlib and rich are imported when something draws, not before."""
 
+from emu.view.activations import activations_figure
 from emu.view.batch_size import batch_size_figure
 from emu.view.losses import loss_figure
 from emu.view.memory import memory_figure
 from emu.view.memory_bars import memory_bars_figure
 from emu.view.mesh import mesh_figure, mesh_html
 from emu.view.notebook import attach
+from emu.view.pipeline import run_schedule_figure, schedule_figure, side_by_side
 from emu.view.report import Code, Heading, Picture, Text, report_html, write_report
 from emu.view.routing import routing_figure
 from emu.view.style import png_bytes, png_data_uri
@@ -18,6 +20,7 @@ __all__ = [
     "Picture",
     "Table",
     "Text",
+    "activations_figure",
     "attach",
     "batch_size_figure",
     "comparison_table",
@@ -31,6 +34,9 @@ __all__ = [
     "png_data_uri",
     "report_html",
     "routing_figure",
+    "run_schedule_figure",
+    "schedule_figure",
+    "side_by_side",
     "timeline_figure",
     "write_report",
 ]

@@ -1,4 +1,4 @@
-"""How runs, timelines, memory and meshes show themselves in a notebook.
+"""How runs, timelines, memory, meshes and schedules show themselves in a notebook.
 
 Those classes lie below the view and may not know it: it gives them their representations from here. Nothing is
 imported for it until a notebook asks for a picture.
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def attach(run_class: type | None = None) -> None:
-    """Gives Timeline, Memory and Mesh, and a Run class if one is passed, their notebook representations.
+    """Gives Timeline, Memory, Mesh, Schedule and Timed, and a Run class if one is passed, their notebook representations.
 
     Calling it again changes nothing.
 
@@ -19,12 +19,14 @@ def attach(run_class: type | None = None) -> None:
         run_class: a class with mesh, cluster, trace, memory, metrics and timeline().
     """
     from emu.cost import Timeline
+    from emu.parallel.pipeline import Schedule, Timed
     from emu.spmd import Mesh
     from emu.trace.memory import Memory
 
     Timeline._repr_png_ = _timeline_png  # type: ignore[attr-defined]
     Memory._repr_png_ = _memory_png  # type: ignore[attr-defined]
     Mesh._repr_html_ = _mesh_html  # type: ignore[attr-defined]
+    Schedule._repr_png_ = Timed._repr_png_ = _schedule_png  # type: ignore[attr-defined]
     if run_class is not None:
         run_class._repr_html_ = _run_html
 
@@ -44,6 +46,18 @@ def _memory_png(memory: Any) -> bytes:
     from emu.view.style import NOTEBOOK_DPI, png_bytes
 
     return png_bytes(memory_figure(memory), NOTEBOOK_DPI)
+
+
+def _schedule_png(schedule: Any) -> bytes | None:
+    """None, and so its text, where it cannot run: looking at a wrong schedule is no mistake."""
+    from emu.spmd import EmuError
+    from emu.view.pipeline import schedule_figure
+    from emu.view.style import NOTEBOOK_DPI, png_bytes
+
+    try:
+        return png_bytes(schedule_figure(schedule), NOTEBOOK_DPI)
+    except EmuError:
+        return None
 
 
 def _mesh_html(mesh: Any) -> str:

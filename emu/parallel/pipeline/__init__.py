@@ -2,6 +2,7 @@
 
 from emu.parallel.pipeline.actions import Action, overlap, parse
 from emu.parallel.pipeline.checks import check
+from emu.parallel.pipeline.grid import grid
 from emu.parallel.pipeline.lowering import lowered
 from emu.parallel.pipeline.schedule import Schedule
 from emu.parallel.pipeline.timing import Timed, Times, activations, peak_activations, timed
@@ -13,6 +14,7 @@ __all__ = [
     "Times",
     "activations",
     "check",
+    "grid",
     "lowered",
     "overlap",
     "parse",
