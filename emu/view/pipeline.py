@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 # The first and the last stage of a rank; of every two kinds all shades differ in luminance.
 SHADES = {
     F: ("#d3e8f7", "#a9cdea"),
-    W: ("#88b983", "#659b62"),
+    W: ("#8bbc86", "#6ca269"),
     I: ("#c0672f", "#96501f"),
     B: ("#274884", "#132a54"),
 }
