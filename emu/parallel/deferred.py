@@ -13,7 +13,6 @@ in the order in which a whole backward would have, and calls its hooks once.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -37,14 +36,12 @@ class Late(NamedTuple):
     Attributes:
         edge: where the product's own graph ends, at its output.
         grad: the gradient of that.
-        number: autograd's number of the product's node: the higher, the later in forward.
         task: autograd's number of the backward that came by: a reentrant checkpoint has one of its own.
         weights: whose gradients are wanted.
     """
 
     edge: GradientEdge
     grad: Tensor
-    number: int
     task: int
     weights: Iterable[Tensor]
 
@@ -88,7 +85,7 @@ class Deferred:
         made._set_sequence_nr(node._sequence_nr())  # its place among the weights' other uses
         with torch._C._DisableTorchDispatch():
             grad = ANCHOR.detach()
-        self._late.append(Late(edge, grad, node._sequence_nr(), torch._C._current_graph_task_id(), weights))
+        self._late.append(Late(edge, grad, torch._C._current_graph_task_id(), weights))
 
     def run(self) -> None:
         """Gives every weight its gradient."""
@@ -120,21 +117,18 @@ def deferring() -> Deferred | None:
 
 
 def _backward(late: Sequence[Late], weights: Iterable[Tensor], keep: bool = False) -> None:
-    numbers = [one.edge.node._sequence_nr() for one in late]
-    if any(a <= b for a, b in pairwise(numbers)):  # what a checkpoint computed again has new numbers
-        for one in late:
-            _renumber(one.edge.node, one.number)
     roots, grads = tuple(one.edge for one in late), tuple(one.grad for one in late)
     _autograd._engine_run_backward(roots, grads, keep, False, tuple(weights), True, accumulate_grad=True)
 
 
-def _renumber(node: Any, number: int) -> None:
-    """Gives a product's graph its place of old in autograd's order, which goes by numbers, highest first."""
-    if node.next_functions:  # not a weight's own
-        node._set_sequence_nr(number)
+def _renumber(node: Any, above: int, by: int) -> None:
+    """Gives a product's graph that a checkpoint made anew its old place in autograd's order: by numbers, highest first."""
+    number = node._sequence_nr()
+    if node.next_functions and number > above:  # neither a weight's own node, nor of what the weight was made of
+        node._set_sequence_nr(number + by)
         for below, _ in node.next_functions:
             if below is not None:
-                _renumber(below, number)
+                _renumber(below, above, by)
 
 
 class _Product(Function):
@@ -154,7 +148,8 @@ class _Product(Function):
         ctx.set_materialize_grads(False)
         with torch._C._DisableTorchDispatch():  # no part of the program
             ticket: Any = anchor.detach()
-        ticket.inner = get_gradient_edge(out), tuple(x if x.is_leaf else get_gradient_edge(x) for x in inlets)
+        inward = tuple(x if x.is_leaf else get_gradient_edge(x) for x in inlets)
+        ticket.inner = get_gradient_edge(out), inward, ctx._sequence_nr()
         ctx.save_for_backward(ticket)
         return out.detach()
 
@@ -167,15 +162,27 @@ class _Product(Function):
                 "this forward takes gradients of gradients, which a backward in two parts does not",
                 "choose a schedule whose backwards are whole, such as 1f1b",
             )
-        edge, inlets = ctx.saved_tensors[0].inner
+        edge, inlets, number = ctx.saved_tensors[0].inner
         deferred, weights = ctx.rest
+        if not grad.is_contiguous():
+            edge, grad = _flattened(edge, grad)
         if _adds():
-            task = torch._C._current_graph_task_id()
-            deferred._late.append(Late(edge, grad, ctx._sequence_nr(), task, weights))
+            if number != (own := ctx._sequence_nr()):
+                _renumber(edge.node, number, own - number)
+            deferred._late.append(Late(edge, grad, torch._C._current_graph_task_id(), weights))
         if not inlets:
             return None, None, None, None
         grads = _autograd._engine_run_backward((edge,), (grad,), True, False, inlets, True, accumulate_grad=False)
         return None, None, None, None, *grads
+
+
+def _flattened(edge: GradientEdge, grad: Tensor) -> tuple[GradientEdge, Tensor]:
+    """One step down where that makes a copy of the gradient, which would be made in both halves."""
+    node: Any = edge.node
+    if node.name() not in ("ViewBackward0", "UnsafeViewBackward0"):
+        return edge, grad
+    below, number = node.next_functions[0]
+    return GradientEdge(below, number), grad.reshape(node._saved_self_sym_sizes)
 
 
 # Function.apply without what it does for torch.func, under which nothing is put off.
