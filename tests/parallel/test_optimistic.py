@@ -46,6 +46,8 @@ class Counting(torch.optim.SGD):
                     state = self.state[p]
                     state["seen"] = [*state.get("seen", []), p.grad.detach().clone()][-2:]
                     state["n"] = state.get("n", 0) + 1
+                    if state["n"] == 2:
+                        state["second"] = p.grad.detach().clone()
                     state["mean"] = sum(state["seen"]) * group["decay"] / state["n"]
                     p.data.sub_(state["mean"] * group["lr"] / group["steps"])
 
@@ -64,6 +66,7 @@ class Case(NamedTuple):
     scale: float | None = None
     schedule: bool = False  # whether the learning rate changes, before a step is validated
     kept: bool = False  # whether parameters stay whole after a forward at zero=3
+    made: bool = True  # whether states are there before the first step, to be loaded into
     early: bool = False  # whether forwards run before a step is validated
     partly: bool = False  # whether some steps use some parameters only
     order: Any = "program"
@@ -91,7 +94,8 @@ def trains(rank, case, in_advance):
     scale = None if case.scale is None else LossScale(case.scale, interval=2)
     how = {"clip": case.clip, "norm": case.norm, "scale": scale}
     optimizer = dist.optimizer(case.kind, **how, **case.options)
-    optimizer.pieces()  # states are made, to be loaded into
+    if case.made:
+        optimizer.pieces()
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer.torch, 0.5)
     optimist = OptimisticStep(optimizer, rank.group("pp"))  # whose chain is the optimizer's from now on
     seen, out = [], []
@@ -192,6 +196,7 @@ def cases(draw):
         scale=scale,
         schedule=draw(st.booleans()),
         kept=draw(st.booleans()),
+        made=draw(st.booleans()),
         early=draw(st.booleans()),
         partly=draw(st.booleans()),
         order=draw(st.sampled_from(["program", "time", 1, 2])),
@@ -211,6 +216,8 @@ LAST, FIRST = (0.1, 0.1, 0.1, INF), (INF, 0.1, 0.1, 0.1)
 @example(Case(steps=((0.6, 0.8 - 1e-6), (0.6, 0.8), (0.6, 0.8 + 1e-6)), clip=1.0))  # about the limit
 @example(Case(steps=(LATE, FINE), zero=3, dp=2, precision="bf16-mixed", early=True))
 @example(Case(steps=(LATE, FINE), zero=3, dp=2, kept=True, early=True))  # whole parameters of before are left
+@example(Case(Counting, {"lr": 0.1}, steps=(FINE, LAST, FINE), scale=2.0))
+@example(Case(steps=(LAST, FINE), scale=2.0, made=False))
 @example(Case(Counting, {"lr": 0.1}, steps=(FINE, LATE, LAST, LATE, FINE), scale=2.0, schedule=True))
 @example(Case(*KINDS[2], steps=(LAST, LATE, FINE), scale=2.0, zero=1, dp=2))
 @example(Case(steps=(LATE, LATE), clip=None))
@@ -398,7 +405,7 @@ MOMENTUM = Case(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.5})
         (Snapshot, "restore", lambda self: None, Case(steps=(FINE, LATE))),
         *(
             (Snapshot, "restore", forgets(i), Case(steps=(FINE, LATE)))
-            for i in range(len(list(Dictated(0).weights)) * 4)  # each parameter, its two moments, and its counter
+            for i in range(6)  # each parameter; of the first also its counter and its two moments
         ),
         (Snapshot, "restore", forgets_made_states, MOMENTUM._replace(steps=(LATE, FINE))),
         (Options, "restore", forgets_the_schedule, Case(steps=(LATE,), schedule=True)),
@@ -521,9 +528,9 @@ def test_a_shape_run_takes_the_time_of_one_in_which_steps_hold():
 # What it refuses.
 
 
-def misuse(rank, what):
+def misuse(rank, what, **how):
     case = Case(steps=((0.1, 0.1), (0.1, 0.1)))
-    dist = emu.DataParallel(Dictated(rank.coords["pp"]), rank, "dp")
+    dist = emu.DataParallel(Dictated(rank.coords["pp"]), rank, "dp", **how)
     optimizer = dist.optimizer(torch.optim.SGD, lr=0.1, clip=1.0)
     optimist = OptimisticStep(optimizer, rank.group("pp"))
 
@@ -565,3 +572,12 @@ def test_what_would_go_wrong_says_so(name):
     what, says = MISUSES[name]
     with pytest.raises(emu.EmuError, match=says):
         emu.launch(misuse, emu.Mesh(pp=2, dp=1), args=(what,))
+
+
+@pytest.mark.parametrize("zero", [0, 2])
+def test_gradients_that_parameters_do_not_hold_are_missed_too(zero):
+    def forgets(rank):
+        misuse(rank, lambda d, o, s, b: (d.zero_grad(), s.validate()), zero=zero, precision="bf16-mixed")
+
+    with pytest.raises(emu.EmuError, match="forgotten before"):
+        emu.launch(forgets, emu.Mesh(pp=2, dp=1))
