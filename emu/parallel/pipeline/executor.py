@@ -98,7 +98,7 @@ class Execution:
 
     def _do(self, end: int) -> None:
         while self.at < end:
-            if self.mail is not None:
+            if self.mail is not None and self.trains:  # what arrives when follows from backwards, too
                 self.mail.release(self.at)
             for part in self.row[self.at].each():
                 if self.trains or part.kind in (a.F, a.SEND_F, a.RECV_F):

@@ -65,7 +65,8 @@ class Mail:
     def follow(self, schedule: Schedule) -> None:
         """From now on this schedule says in which order messages go."""
         self.places = schedule.places
-        self._releases = releases(schedule)[self.here]
+        self._releases = releases(schedule)[self.here], releases(schedule, at_use=True)[self.here]
+        self._news: set[int] = set()  # peers that were told of a shape in this batch: they ask late
         self._coming: dict[Key, tuple[Tensor, Any]] = {}
         self._expected: dict[tuple[int, str], deque[Expected]] = {}  # by source and kind
         self._sent: dict[int, list[Any]] = {}  # works, by the position in the row before which they are waited for
@@ -83,10 +84,11 @@ class Mail:
         peer = self.places[other, microbatch]
         if forward and (other, like) not in self._told:
             self._told.add((other, like))
+            self._news.add(peer)
             tell(self.forward, [other, DTYPES.index(tensor.dtype), length, *tensor.shape], peer)
         group = self.forward if forward else self.backward
         work = group.send(tensor, peer, async_op=True, name=f"{stage}{kind[-1]}{microbatch}")
-        due = self._releases.get(Action(stage, kind, microbatch), NEVER)
+        due = self._releases[forward and peer in self._news].get(Action(stage, kind, microbatch), NEVER)
         self._sent.setdefault(due, []).append(work)
 
     def release(self, position: int) -> None:
@@ -168,6 +170,7 @@ class Mail:
     def finish(self) -> None:
         """The batch is over: waits for what is still under way."""
         self._taken.clear()
+        self._news.clear()
         for works in self._sent.values():
             for work in works:
                 work.wait()
