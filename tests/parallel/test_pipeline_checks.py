@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emu.parallel.pipeline import Action, Schedule, check, checks, lowered, needs, overlap, timed
+from emu.parallel.pipeline import Action, Schedule, check, checks, lowered, needs, overlap, peak_activations, timed
 from emu.parallel.pipeline.schedules import make
 from emu.spmd import EmuError, ScheduleError
 
@@ -315,7 +315,7 @@ def test_compute_actions_alone_cannot_be_checked_for_blocking_sends():
         (overlap(Action(0, "F", 0), Action(0, "B", -2)), "is of no microbatch, -2"),
     ],
 )
-@pytest.mark.parametrize("judge", [check, timed, lowered])
+@pytest.mark.parametrize("judge", [check, timed, lowered, peak_activations])
 def test_what_is_no_action_is_told_with_its_place(judge, action, says):
     with pytest.raises(ScheduleError) as caught:
         judge(Schedule(((Action(0, "F", 0), action, Action(0, "B", 0)),)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import FrozenInstanceError
 from fractions import Fraction
 
 import pytest
@@ -253,3 +254,10 @@ def test_half_a_schedule_has_times():
     """Forwards alone, as one writes them first."""
     assert timed(Schedule.parse("0F0 0F1\n1F0 1F1")).makespan == 3
     assert timed(Schedule(())).makespan == 0 and timed(Schedule(((),))).bubble_fraction == 0
+
+
+def test_times_cannot_be_changed_behind_a_schedules_back():
+    done = timed(make("1f1b", 2, 2))
+    for frozen, field in ((Times(), "forward"), (done, "rows")):
+        with pytest.raises(FrozenInstanceError):
+            setattr(frozen, field, ())
