@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import emu
+from emu.equivalence.compare import whole_results
 from emu.models import Config, Decoder
+from emu.parallel import Pipeline, shard_model
 from emu.parallel.pipeline import peak_activations
 from emu.parallel.pipeline.balancing import balanced, least_worst, lightest, spans
 from emu.parallel.pipeline.division import units_of
@@ -269,3 +271,62 @@ def test_more_stages_than_pieces_are_an_error_with_both_numbers(stages):
     with pytest.raises(PlanError, match=f"{stages} stages, but Decoder has 6 layers") as caught:
         layers_by_cost(Decoder(config), stages, tokens(config))
     assert caught.value.nearest == 8
+
+
+# In a run.
+
+
+def test_a_model_with_a_large_head_steps_sooner_when_cut_by_cost():
+    """On shapes, so that products are large enough to count; times are computed, and always the same."""
+    config = Config(layers=3, width=1024, heads=8, vocab=40_000, seq=1024)
+    x = torch.zeros(3, config.seq, dtype=torch.int64)
+
+    def program(rank, stages):
+        pipe = Pipeline(Decoder(config), rank, schedule="1f1b", microbatches=3, stages=stages, example=(x[:1], x[:1]))
+        pipe.backward((x, x))
+        return [sum(unit in path for path, _ in pipe.model.named_parameters()) for unit in ("head.", "norm1.weight")]
+
+    def run(stages):
+        mesh = emu.Mesh(pp=2, on=emu.cluster("h100-8"))
+        return emu.launch(program, mesh, backend="shape", launch_mode="graph", args=(stages,))
+
+    even, by_cost = run("even"), run("cost")
+    assert even.results[1] == [1, 1] and by_cost.results[1] == [1, 0]
+    assert by_cost.metrics.step_time_s < 0.9 * even.metrics.step_time_s
+
+
+@pytest.mark.parametrize("how", ["cost", "memory"])
+@pytest.mark.parametrize("name", ["1f1b", "zb-v", "dualpipe"])
+def test_training_does_not_depend_on_the_cut(how, name):
+    config = Config(layers=4, width=8, heads=2, vocab=300, seq=4, tied=True)
+    x = torch.randint(0, 300, (4, 4), generator=torch.Generator().manual_seed(0))
+
+    def program(rank, stages):
+        pipe = Pipeline(Decoder(config), rank, schedule=name, microbatches=4, stages=stages, example=(x[:1], x[:1]))
+        return pipe.backward((x, x)), pipe.gather_gradients()
+
+    mesh = emu.Mesh(pp=2)
+    found, expected = (
+        whole_results(emu.launch(program, mesh, args=(stages,)).results, mesh) for stages in (how, "even")
+    )
+    torch.testing.assert_close(found, expected)
+    assert any(name.startswith("1.blocks.3") for name in found)
+
+
+def test_what_is_missing_to_measure_is_said():
+    config = Config(layers=4, width=8, heads=2, vocab=16, seq=4)
+
+    def without(rank):
+        Pipeline(Decoder(config), rank, stages="cost")
+
+    def cut_inside(rank):
+        model = Decoder(config)
+        sharding = shard_model(model, rank)
+        Pipeline(model, rank, stages="memory", example=tokens(config), sharding=sharding)
+
+    with pytest.raises(PlanError, match="there is none") as caught:
+        emu.launch(without, emu.Mesh(pp=2))
+    assert "example=(x[:2], y[:2])" in caught.value.hint
+    with pytest.raises(PlanError, match="cut inside its layers") as caught:
+        emu.launch(cut_inside, emu.Mesh(pp=2, tp=2))
+    assert "layers_by_memory" in caught.value.hint

@@ -79,7 +79,10 @@ def divided(
     layers = layers_of(units)
     if isinstance(how, str):
         if how != "even":
-            raise PlanError(f"stages={how!r} is no way to divide a model", 'say "even", numbers of layers, or names')
+            raise PlanError(
+                f"stages={how!r} is no way to divide a model",
+                'say "even", "cost", "memory", numbers of layers, or names',
+            )
         if len(layers) < stages:
             raise PlanError(
                 f"{stages} stages, but {what} has {len(layers)} layers to share out"

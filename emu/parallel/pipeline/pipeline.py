@@ -25,6 +25,7 @@ from emu.parallel.pipeline.mail import Mail
 from emu.parallel.pipeline.schedule import Generator, Schedule
 from emu.parallel.pipeline.schedules import make
 from emu.parallel.pipeline.stages import Stages
+from emu.parallel.pipeline.weighing import WEIGHED, weighed
 from emu.parallel.scaling import LossScale
 from emu.parallel.tensor.held import Sharding
 from emu.spmd import EmuError, Group, PlanError, Rank, split_sizes
@@ -42,7 +43,10 @@ class Pipeline(DataParallel):
         schedule: its name, a Schedule, or a generator of one: (rank, ranks, microbatches, chunks) -> that rank's actions.
         microbatches: into how many each rank's rows are cut.
         chunks: how many stages a rank holds, where the schedule lets one choose.
-        stages: where the model is cut: "even", layers per stage, or the names of modules (see `divided`).
+        stages: where the model is cut: "even", layers per stage, or the names of modules (see `divided`); "cost", so that
+            the stage that computes most has as little to do as possible, or "memory", so that the rank that needs most
+            needs as little as possible (see `layers_by_cost` and `layers_by_memory`, which have more to choose).
+        example: for these two: (x, y), a microbatch, of which only the shapes count.
         recompute: keep only stages' inputs, and compute the rest again in their backward.
         sharding: what `shard_model` returned, for a model that is cut inside its layers.
         options: further arguments of DataParallel: zero, precision, ...
@@ -61,6 +65,7 @@ class Pipeline(DataParallel):
         microbatches: int = 1,
         chunks: int = 1,
         stages: str | Sequence[int] | Sequence[str] = "even",
+        example: tuple[Tensor, Tensor] | None = None,
         recompute: bool = False,
         sharding: Sharding | None = None,
         **options: Any,
@@ -72,6 +77,8 @@ class Pipeline(DataParallel):
         self._schedule_of = _maker(schedule, rank.mesh.axes.get("pp", 1), chunks)
         self.schedule = self._schedule_of(microbatches)
         self.recompute = recompute
+        if isinstance(stages, str) and stages in WEIGHED:
+            stages = weighed(stages, model, self.schedule, example, recompute)
         self.stages = Stages(model, rank, self.schedule, divided(model, self.schedule.stages, stages), sharding)
         self._follow(self.schedule)
         self.mail = Mail(rank, self._lowered) if self.schedule.ranks > 1 else None

@@ -21,6 +21,8 @@ from emu.parallel.pipeline.measuring import Measured, measure
 from emu.parallel.pipeline.schedule import Schedule
 from emu.spmd import PlanError
 
+WEIGHED = ("cost", "memory")
+
 
 class Pieces(NamedTuple):
     """What a model may be cut into at most.
@@ -92,6 +94,34 @@ def layers_by_memory(
     else:
         counts = lightest(len(pieces.of), owners, needs.by_rank)
     return pieces.layers(counts)
+
+
+def weighed(
+    how: str, model: nn.Module, schedule: Schedule, example: tuple[Tensor, Tensor] | None, recompute: bool
+) -> list[int]:
+    """How many layers each stage gets by "cost" or by "memory".
+
+    Raises:
+        PlanError: without an example, or of a model that is cut inside its layers.
+        EmuError: a model that cannot be measured.
+    """
+    if hasattr(model, "cut_inside"):
+        raise PlanError(
+            f"stages={how!r} asks to measure a plain model, and {type(model).__name__} is cut inside its layers",
+            f"call layers_by_{how} of emu.parallel.pipeline before shard_model, and pass its result as stages",
+            field="stages",
+        )
+    if not isinstance(example, (tuple, list)) or len(example) != 2 or not all(isinstance(t, Tensor) for t in example):
+        raise PlanError(
+            f"stages={how!r} measures the model with a microbatch, and "
+            f"{'there is none' if example is None else f'example is no (x, y), but {type(example).__name__}'}",
+            "pass one, of any numbers: example=(x[:2], y[:2])",
+            field="stages",
+        )
+    x, y = example
+    if how == "memory":
+        return layers_by_memory(model, schedule, (x, y), recompute=recompute)
+    return layers_by_cost(model, schedule.stages, (x, y))
 
 
 class Needs:
