@@ -7,6 +7,7 @@ from emu.parallel.data import DataParallel
 from emu.parallel.flat import Flat, Span
 from emu.parallel.local import LocalSGD
 from emu.parallel.noise import GradientNoise, Noise, Tradeoff, fit_tradeoff, noise_from
+from emu.parallel.optimistic import OptimisticStep
 from emu.parallel.optimizer import Optimizer, Stepped
 from emu.parallel.pipeline.pipeline import Pipeline
 from emu.parallel.plan import Plan, checked_plan, mesh_of, parallelize
@@ -23,6 +24,7 @@ __all__ = [
     "LocalSGD",
     "LossScale",
     "Noise",
+    "OptimisticStep",
     "Optimizer",
     "ParameterServer",
     "Piece",
