@@ -179,7 +179,10 @@ class Pipeline(DataParallel):
         x, y = batch.part(self.group, sizes)
         if microbatches is None:
             microbatches = self.schedule.microbatches
-        if isinstance(microbatches, bool) or not isinstance(microbatches, (int, Sequence)) or not microbatches:
+        least = (
+            microbatches if isinstance(microbatches, int) else isinstance(microbatches, Sequence) and len(microbatches)
+        )
+        if isinstance(microbatches, bool) or least < 1:
             raise EmuError(f"microbatches={microbatches!r}", "give their number, at least 1, or the rows of each")
         rows = split_sizes(len(x), microbatches) if isinstance(microbatches, int) else list(microbatches)
         if min(rows) < 0 or sum(rows) != len(x):

@@ -53,12 +53,13 @@ class Pass:
                 raise _disorder(f"stage {self.stage} calls {unit.path}, which lies on stage {unit.stage}")
             found: list[Any] = []
             with_first(unit.path, unit.first, args, kwargs, found.append)
-            if not isinstance(found[0], Tensor) or isinstance(found[0], Elsewhere):
+            sent = found[0]
+            if not isinstance(sent, Tensor) or isinstance(sent, Elsewhere) or not differentiable(sent):
                 raise EmuError(
-                    f"the first argument of {unit.path} is no tensor that stage {self.stage} could send",
+                    f"the first argument of {unit.path} is no tensor of activations that stage {self.stage} could send",
                     "let stages begin at modules whose first argument brings all activations",
                 )
-            raise Leaves(found[0])
+            raise Leaves(sent)
         if not self.entered and self.incoming is not None:
             incoming = self.incoming
             args, kwargs = with_first(unit.path, unit.first, args, kwargs, lambda there: incoming)
@@ -223,6 +224,10 @@ def _empty(module: nn.Module, kept: set[int]) -> None:
                 part._parameters[name] = None
         for name in part._buffers:
             part._buffers[name] = None
+
+
+def differentiable(t: Tensor) -> bool:
+    return t.is_floating_point() or t.is_complex()
 
 
 def _disorder(what: str) -> EmuError:
