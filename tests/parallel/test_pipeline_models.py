@@ -285,8 +285,8 @@ LLAMA = {
         ("pp=4", "1f1b", {}),
         ("pp=2", "zb-v", {}),
         ("pp=2,dp=2", "zb-h1", {"zero": 3}),
-        ("pp=2,tp=2", "interleaved", {"chunks": 2, "sp": True}),
-        ("pp=2,tp=2", "zb-h2", {"sp": True}),
+        ("pp=2,tp=2", "interleaved", {"chunks": 2}),
+        ("pp=2,tp=2", "zb-h2", {}),
     ],
 )
 def test_the_stock_llama(mesh, schedule, more, tied):
