@@ -10,11 +10,13 @@ from emu.parallel.pipeline.filling.bound import lower_bound
 from emu.parallel.pipeline.filling.clock import clocked
 from emu.parallel.pipeline.filling.greedy import Taste, filled
 from emu.parallel.pipeline.filling.justify import pushed
+from emu.parallel.pipeline.filling.periodic import periodic
 from emu.parallel.pipeline.filling.problem import Problem, Row
 from emu.parallel.pipeline.filling.search import bettered
 from emu.parallel.pipeline.filling.tastes import changed, tastes
 
 STEPS = 6144  # of 16 ranks and 128 microbatches: what is bigger gets less effort, what is smaller more, so that all take a second
+PERIODS = 24  # that are tried at most
 MOST = 8.0  # times the effort at most
 PATIENCE = (
     (1.0, 1.0),
@@ -64,6 +66,15 @@ class _Pool:
     def greedy(self, taste: Taste) -> None:
         self.add(filled(self.problem, taste), taste)
 
+    def periods(self, n: int) -> None:
+        """Periods from the busiest rank's work on, up to three times as long."""
+        pace = max(self.problem.work) / self.problem.microbatches
+        if len(self.problem.places) == self.problem.ranks or not pace:  # one stage a rank: the greedy ones do better
+            return
+        for k in range(n):
+            for weights_first in (False, True):
+                self.add(periodic(self.problem, pace * 3.0 ** (k / n), weights_first))
+
     def change(self, n: int, random: Random) -> None:
         for _ in range(n):
             liked = [self.tastes[key] for key in sorted(self.tastes)[:8]]
@@ -101,6 +112,7 @@ def fill(problems: Sequence[Problem], effort: float = 1.0) -> tuple[Problem, Fil
             for n, taste in enumerate(tastes(pool.problem)):
                 if n < 8 or n < 22 * scale:
                     pool.greedy(taste)
+            pool.periods(1 + int(PERIODS * min(1.0, scale)))
             pool.justify(max(1, int(2 * scale)))
         pools.sort(key=lambda pool: pool.best(1)[0][:2])
         for pool in pools:
