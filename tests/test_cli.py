@@ -215,14 +215,14 @@ def test_what_does_not_fit_exits_with_one(capsys, programs):
         (["verify", "--model", "gpt-tinny"], "gpt-tinny"),
         (["verify", "--model", "llama3-405b"], "too many"),
         (["verify", "--model", "FILE:module"], "loss_sum"),
-        (["verify", "--model", "gpt-tiny", "--mesh", "dp=2,pp=2"], "pp"),
+        (["verify", "--model", "gpt-tiny", "--mesh", "dp=2,cp=2"], "cp"),
         (["verify", "--model", "gpt-tiny", "--tier", "perfect"], "perfect"),
         (["verify", "--model", "gpt-tiny", "--zero", "5"], "zero=5"),
         (["verify", "--model", "gpt-tiny", "--mesh", "dp=4", "--zero", "3", "--replicate", "3"], "replicate=3"),
         (["verify", "--model", "gpt-tiny", "--precision", "int4"], "int4"),
         (["verify", "--model", "gpt-tiny", "--mutants", "some"], "some"),
         (["verify", "--model", "FILE:bigrams_of_what"], "what tokens"),
-        (["demo", "pp"], "no demo 'pp'"),
+        (["demo", "cp"], "no demo 'cp'"),
         (["demo", "--report", "/nonexistent/q.html"], "--report /nonexistent/q.html"),
         (["verify", "--colour"], "--colour"),
         (["fly"], "fly"),
@@ -241,7 +241,7 @@ def test_the_demo_proves_prices_and_draws(capsys, tmp_path):
     code, said = answer(capsys, "demo", "--quick", "--report", str(report))
     assert code == 0
     shown = {strategy["name"]: strategy for strategy in said["strategies"]}
-    assert list(shown) == ["dp", "zero1", "zero2", "zero3", "hsdp", "tp", "sp", "ep"]
+    assert list(shown) == ["dp", "zero1", "zero2", "zero3", "hsdp", "tp", "sp", "pp", "zb", "ep"]
     for one in shown.values():
         assert one["equivalent"] and one["tier"] == "exact" and one["comm_bytes"]["dp"] > 0
         assert one["step_time_s"] > 0 and one["peak_hbm_bytes"] > 0 and 0 < one["mfu"] < 1
@@ -255,10 +255,11 @@ def test_the_demo_proves_prices_and_draws(capsys, tmp_path):
     assert peaks == sorted(peaks, reverse=True) and len(set(peaks)) == 4
     assert said["loss_single"] == pytest.approx(said["loss_distributed"], rel=1e-4)  # float32, 10 steps of AdamW
     assert said["losses_single"][-1] < said["losses_single"][0]
+    assert shown["zb"]["comm_bytes"] == shown["pp"]["comm_bytes"] and shown["pp"]["comm_bytes"]["pp.F"] > 0
     html = report.read_text()
     assert (
         said["report"] == str(report)
-        and html.count("data:image/png;base64,") == 10
+        and html.count("data:image/png;base64,") == 14
         and 15 < said["critical_batch"] < 35
     )
     assert html.count("8 scaled-down H100s") >= 4 and "Gather, use, free" in html and "TFLOP/s" not in html
@@ -270,6 +271,7 @@ def test_the_demo_proves_prices_and_draws(capsys, tmp_path):
     [
         ("hsdp", 6, "hsdp"),
         ("sp", 4, "sp cuts those by tokens"),
+        ("zb", 6, "by the schedule zb-h1"),
         ("ep", 5, "a device waits for others (outlined in grey)"),
     ],
 )

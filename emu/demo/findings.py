@@ -38,6 +38,7 @@ class Shown:
         step: (first mark, last mark) of the step that is priced and drawn.
         exact: whether its step is one device's, bit for bit.
         scaled: the step priced on chips that are scaled down with the model.
+        actions: the same with the marks of a pipeline's actions; None where there is no pipeline.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Shown:
     step: tuple[str, str]
     exact: Verdict
     scaled: Timeline
+    actions: Timeline | None = None
 
     @property
     def strategy(self) -> Strategy:
@@ -173,8 +175,10 @@ def find(
         mutants = (FEW_QUICK_MUTANTS if i else QUICK_MUTANTS) if quick else (FEW_MUTANTS if i else MUTANTS)
         verdict = checked(run, strategy, f"check {one} against one device, tier exact", "exact", mutants)
         last = (f"step {last_step}", "end")
-        scaled = _unmarked(run.window(*last)).timeline(run.cluster.similar(_toy(strategy.model), to=REAL))
-        strategies[one] = Shown(one, run, last, verdict, scaled)
+        chips = run.cluster.similar(_toy(strategy.model), to=REAL)
+        scaled = _unmarked(run.window(*last)).timeline(chips)
+        actions = run.window(*last).timeline(chips) if strategy.schedule else None
+        strategies[one] = Shown(one, run, last, verdict, scaled, actions)
     text = f"check {names[0]} against one device, tier float32"
     float32 = checked(strategies[names[0]].run, first, text, "float32", 0)
     sizes = (

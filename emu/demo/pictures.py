@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from emu.demo.findings import Demo
-from emu.demo.telling import SCALED, explain, filling, sharing, strategies_table, summary
+from emu.demo.telling import SCALED, explain, filling, schedule_of, sharing, strategies_table, summary
 from emu.demo.training import RANKS
 
 
@@ -42,6 +42,7 @@ def write_demo_report(demo: Demo, path: str | Path) -> None:
         ),
         *_sharding_pictures(demo),
         *_inside_pictures(demo),
+        *_pipeline_pictures(demo),
         *_batch_size_picture(demo),
         Heading("Memory of one device"),
         Picture(
@@ -79,8 +80,8 @@ def _sharding_pictures(demo: Demo) -> list[Any]:
             Picture(
                 memory_bars_figure(bars, f"memory of rank 0 of {RANKS} at the peak of a step"),
                 "From left to right: everything everywhere; optimizer states sharded; gradients, too; parameters, too; the "
-                "same in two groups; layers cut over 4 devices; and what lies between the cut matrices by tokens, too. What is "
-                "left of parameters in zero3 are shards and the units in use just then.",
+                "same in two groups; layers cut over 4 devices; what lies between the cut matrices by tokens, too; and whole "
+                "layers over 4, in two schedules. What is left of parameters in zero3 are shards and the units in use just then.",
             ),
         ]
     sharded = next((s for s in demo.strategies.values() if s.strategy.options.get("zero") == 3), None)
@@ -107,6 +108,29 @@ def _sharding_pictures(demo: Demo) -> list[Any]:
                 ),
                 "Two streams, one unit gathered ahead: while one computes, the next is gathered; in backward gradients are "
                 "scattered, too.",
+            ),
+        ]
+    return out
+
+
+def _pipeline_pictures(demo: Demo) -> list[Any]:
+    from emu.view import Heading, Picture, activations_figure, side_by_side
+
+    out: list[Any] = []
+    for shown in demo.strategies.values():
+        if shown.actions is None:
+            continue
+        out += [] if out else [Heading("A pipeline")]
+        name = f"{shown.name}: {shown.strategy.schedule}"
+        out += [
+            Picture(
+                side_by_side(schedule_of(shown), shown.actions, title=name),
+                "Above what the schedule says, with the times that each stage takes below; below one pipeline of the run, "
+                "transfers and all. The last stage has the head besides its layer, so all others wait for it.",
+            ),
+            Picture(
+                activations_figure(shown.window, timeline=shown.actions, title=name),
+                "What each stage keeps for its backwards: the earlier it is, the more microbatches are under way.",
             ),
         ]
     return out

@@ -7,8 +7,10 @@ from typing import Any
 from emu.cost import Metrics
 from emu.demo.batch_size import RANKS as RANKS_OF_SIZES
 from emu.demo.findings import ROWS, SEQ, STATES, Demo, Shown
-from emu.demo.training import RANKS
+from emu.demo.training import MICROBATCHES, RANKS
 from emu.models import config
+from emu.parallel.pipeline import Schedule
+from emu.parallel.pipeline.schedules import make
 from emu.run import Run
 from emu.trace.events import Kernel
 
@@ -97,7 +99,7 @@ def explain(demo: Demo) -> list[str]:
     ]
     if len(demo.strategies) > 1:
         said.append(_stages(demo))
-    said += _inside(demo)
+    said += _inside(demo) + _pipelines(demo)
     if demo.batch_sizes is not None:
         sizes = demo.batch_sizes
         (small, many), *_, (large, few) = sizes.steps.items()
@@ -134,6 +136,8 @@ def sharing(shown: Shown) -> str:
         return (
             "In every layer tokens travel to their experts and back; a device waits for both, and for the busiest one."
         )
+    if strategy.schedule:
+        return "Activations travel from stage to stage, and their gradients back; a stage without either waits."
     if "tp" in strategy.axes:
         return "In every layer partial sums travel between the 4 devices that share it, and those of forward are waited for."
     if strategy.options.get("zero") == 3:
@@ -152,13 +156,43 @@ def _sent(shown: Shown, among: str = "") -> int:
 def _stages(demo: Demo) -> str:
     from emu.view.units import bytes_text
 
-    stages = {name: shown for name, shown in demo.strategies.items() if not shown.strategy.inside}
+    stages = {name: shown for name, shown in demo.strategies.items() if "dp" in name or "zero" in name}
     each = ", ".join(f"{name} {bytes_text(_states(shown))}" for name, shown in stages.items())
     return (
         f"Parameters, gradients and optimizer states of one device, before its optimizer's step: {each}. Of these, dp "
         f"sends {bytes_text(_sent(stages['dp']))} a step and zero1 and zero2 the same; zero3, which gathers parameters twice, "
         f"sends {bytes_text(_sent(stages['zero3']))}."
     )
+
+
+def bubble(shown: Shown) -> tuple[float, float]:
+    """What share of a step's forwards and backwards a pipeline's stages wait: on scaled-down chips, and by the schedule
+    alone, F, I and W equally long."""
+    from emu.parallel.pipeline import timed
+    from emu.view.pipeline_bars import timed_run
+
+    assert shown.actions is not None
+    return timed_run(shown.actions).bubble_fraction, timed(schedule_of(shown)).bubble_fraction
+
+
+def schedule_of(shown: Shown) -> Schedule:
+    return make(shown.strategy.schedule, shown.strategy.axes["pp"], MICROBATCHES)
+
+
+def _pipelines(demo: Demo) -> list[str]:
+    from emu.view.units import bytes_text, percent_text
+
+    said = []
+    for name in ("pp", "zb"):
+        if shown := demo.strategies.get(name):
+            here, alone = map(percent_text, bubble(shown))
+            said.append(
+                f"{name} gives each of 4 devices a layer, and {MICROBATCHES} microbatches flow through them by the schedule "
+                f"{shown.strategy.schedule}: states take {bytes_text(_states(shown))} of the fullest, and activations and their "
+                f"gradients that travel {bytes_text(_sent(shown, 'pp'))} a step. Stages wait for {here} of the time on {SCALED}; "
+                f"{alone} it would be if stages were alike, and backward twice as long as forward."
+            )
+    return said
 
 
 def _inside(demo: Demo) -> list[str]:

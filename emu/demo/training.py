@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 import torch
 
 from emu.models import Config, Decoder
-from emu.parallel import Batch, DataParallel, shard_model
+from emu.parallel import Batch, DataParallel, Pipeline, shard_model
 from emu.parallel.expert import keep_routing, routing_of
 from emu.spmd import Mesh, Rank, grads
 
 RANKS = 8
+MICROBATCHES = 4  # of a pipeline
 BUCKET_BYTES = (
     200_000  # the usual 25 MiB would hold all of so small a model: then nothing could be sent before backward ends
 )
@@ -29,6 +30,7 @@ class Strategy:
         options: of DataParallel.
         sp: whether the sequence is cut over tp.
         model: what it trains, by name.
+        schedule: of its pipeline, by name; "" where it has none.
     """
 
     meaning: str
@@ -36,6 +38,7 @@ class Strategy:
     options: Mapping[str, Any] = field(default_factory=lambda: {"bucket_bytes": BUCKET_BYTES})
     sp: bool = False
     model: str = "gpt-tiny"
+    schedule: str = ""
 
     @property
     def mesh(self) -> Mesh:
@@ -56,6 +59,8 @@ STRATEGIES = {
     "hsdp": Strategy("as zero3, in 2 groups", options={"zero": 3, "replicate": 2}),
     "tp": Strategy("layers cut over 4, in 2 groups", {"dp": 2, "tp": 4}),
     "sp": Strategy("as tp, norms cut by tokens, too", {"dp": 2, "tp": 4}, sp=True),
+    "pp": Strategy("layers shared out over 4 (1F1B), in 2 groups", {"dp": 2, "pp": 4}, schedule="1f1b"),
+    "zb": Strategy("as pp, weights' gradients fill bubbles", {"dp": 2, "pp": 4}, schedule="zb-h1"),
     "ep": Strategy("of moe-tiny: experts shared out", {"dp": RANKS, "ep": RANKS}, model="moe-tiny"),
 }
 
@@ -71,6 +76,9 @@ class Trained(NamedTuple):
 def distributed(rank: Rank, model_config: Config, strategy: Strategy) -> DataParallel:
     """The model as the strategy has it on this rank."""
     model = Decoder(model_config, seed=0)
+    if strategy.schedule:
+        options = {"schedule": strategy.schedule, "microbatches": MICROBATCHES, **strategy.options}
+        return Pipeline(model, rank, "dp", **options)
     sharding = shard_model(model, rank, sp=strategy.sp) if strategy.inside else None
     return DataParallel(model, rank, "dp", sharding=sharding, **strategy.options)
 
@@ -109,6 +117,8 @@ def one_step(rank: Rank, model_config: Config, batch: Batch, strategy: Strategy)
     optimizer = dist.optimizer(torch.optim.SGD, lr=0.1)
     loss, gradients = dist.backward(batch), dist.gather_gradients()
     optimizer.step()
+    if isinstance(dist, Pipeline):
+        return {"loss": loss, "loss after": dist.evaluate(batch), "parameters": gradients}
     with torch.no_grad():
         after = dist.loss_sum(*batch.shard(rank, "dp")).clone()
     dist.group.all_reduce(after, name="loss after")

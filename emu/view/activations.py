@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
@@ -16,6 +16,8 @@ from emu.view.units import byte_unit, bytes_text, time_unit
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from emu.cost.timeline import Timeline
+
 STEPS = 4000  # of a line; more than a picture has columns
 PANEL_INCHES = 0.62
 
@@ -27,7 +29,11 @@ class _Line(NamedTuple):
 
 
 def activations_figure(
-    what: Schedule | Timed | Any, weight_share: float = 0.5, width: float = 11.0, title: str | None = None
+    what: Schedule | Timed | Any,
+    weight_share: float = 0.5,
+    width: float = 11.0,
+    title: str | None = None,
+    timeline: Timeline | None = None,
 ) -> Figure:
     """Draws what activations every rank holds over time, a panel a rank on one scale, each with its peak.
 
@@ -39,6 +45,7 @@ def activations_figure(
         weight_share: of a microbatch's activations, what the backward of inputs leaves for that of weights; of schedules.
         width: of the figure in inches.
         title: what stands before the highest peak; None: the schedule's name, or the run's cluster.
+        timeline: of the run; None: `what.timeline()`, on its own cluster.
 
     Raises:
         ValueError: no schedule, and no run of one; or a run on real devices, which record no memory.
@@ -47,7 +54,7 @@ def activations_figure(
     if isinstance(what, (Schedule, Timed)) or not hasattr(what, "timeline"):
         lines, end, name, unit = _counted(what, weight_share)
     else:
-        lines, end, name, unit = _measured(what)
+        lines, end, name, unit = _measured(what, timeline)
     return _figure(lines, end, name if title is None else title, unit, width)
 
 
@@ -72,13 +79,13 @@ def _counted(what: Schedule | Timed, weight_share: float) -> tuple[list[_Line], 
     return lines, timed.makespan, name, _Unit(time, "microbatches on a stage", 0.0)
 
 
-def _measured(run: Any) -> tuple[list[_Line], float, str, _Unit]:
+def _measured(run: Any, timeline: Timeline | None) -> tuple[list[_Line], float, str, _Unit]:
     if not getattr(run, "has_memory", True):
         raise ValueError("real devices do not record their memory: run the same program on virtual ones")
-    timeline, memory = run.timeline(), run.memory
+    timeline = cast("Timeline", run.timeline()) if timeline is None else timeline
     timed, first_s = timed_run(timeline), run_start_s(timeline)
     unit, unit_s = time_unit(timed.makespan)
-    found = {rank: held_bytes(memory, timeline, rank) for rank in pipeline_ranks(timeline)}
+    found = {rank: held_bytes(run.memory, timeline, rank) for rank in pipeline_ranks(timeline)}
     name, unit_bytes = byte_unit(max((max(held, default=0) for _, held in found.values()), default=0))
     lines = []
     for rank, (times, held) in found.items():

@@ -66,7 +66,7 @@ def schedule_figure(
     """
     one = as_timed(schedule, times)
     name = title if title is not None else getattr(schedule, "name", "a schedule")
-    return _figure([_Panel(one, name, f"time ({_unit(schedule, times)})", 1.0, range(len(one.rows)))], width)
+    return _figure([_Panel(one, name, f"time ({_unit(schedule, times)})", 1.0, range(len(one.rows)), False)], width)
 
 
 def run_schedule_figure(
@@ -121,6 +121,7 @@ class _Panel(NamedTuple):
     label: str  # of the axis
     unit: float  # of it, in what times are given in
     ranks: Sequence[int]
+    in_seconds: bool = True
 
 
 def _run_panel(timeline: Timeline, ranks: Sequence[int] | None, title: str | None) -> _Panel:
@@ -140,7 +141,7 @@ def _unit(schedule: Any, times: Times | None) -> str:
 def heading(panel: _Panel) -> str:
     """Name, makespan and bubble."""
     timed = panel.timed
-    length = f"{timed.makespan:,.6g}" if panel.unit == 1.0 else time_text(timed.makespan)
+    length = time_text(timed.makespan) if panel.in_seconds else f"{timed.makespan:,.6g}"
     return f"{panel.name}: makespan {length}, bubble {percent_text(timed.bubble_fraction)}"
 
 

@@ -162,7 +162,9 @@ def held_bytes(
     for index, n in zip(indices, lines.get(category, [0] * len(indices))):
         if n == before:
             continue
-        if type(events[index]) is Free:
+        if not index:  # what a window holds when it begins
+            time = 0.0
+        elif type(events[index]) is Free:
             place = bisect_right(at, index) - 1
             time = ends[place] if place >= 0 else 0.0
         else:
