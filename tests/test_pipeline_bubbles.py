@@ -1,8 +1,12 @@
-"""The bubbles of Zero Bubble Pipeline Parallelism (https://arxiv.org/abs/2401.10241), from its measured F, B, W and communication."""
+"""The bubbles of Zero Bubble Pipeline Parallelism, from its measured F, B, W and communication.
+
+Source: Qi et al., https://arxiv.org/abs/2401.10241, tables 3, 4, 5 and 9.
+"""
 
 from typing import NamedTuple
 
 import pytest
+
 from emu.parallel.pipeline.schedules import make
 from emu.parallel.pipeline.timing import Times, timed
 

@@ -6,6 +6,8 @@ from math import floor
 
 from emu.parallel.pipeline.filling.problem import TOLERANCE, Problem
 
+NOTHING = 1e-3  # a share so small that memory for weights binds nobody
+
 
 def lower_bound(problem: Problem) -> float:
     """Seconds that the longest span of a rank takes at least, in any schedule within the memory."""
@@ -39,7 +41,7 @@ def lower_bound(problem: Problem) -> float:
         for x in range(1, min(fits, count) + 1):
             y = (
                 count - x
-                if problem.share <= 0
+                if problem.share <= NOTHING
                 else min(count - x, floor((problem.limit + TOLERANCE - x) / problem.share))
             )
             empty = max(0.0, ends - (x - 1) * b_most)
@@ -68,7 +70,7 @@ def lower_bound(problem: Problem) -> float:
 def _whole_share(problem: Problem, fits: int) -> float:
     """The largest share such that counts of microbatches held, plus it times counts of weights put off, never exceed `fits`."""
     limit, share = problem.limit + TOLERANCE, problem.share
-    if share <= 0:
+    if share <= NOTHING:
         return 0.0
     most = 1 + floor((limit - 1) / share)  # the last one put off was a microbatch held before
     return min((fits - floor(limit - share * y)) / y for y in range(1, most + 1))

@@ -106,23 +106,23 @@ def fill(problems: Sequence[Problem], effort: float = 1.0) -> tuple[Problem, Fil
     random = Random(0)
     steps = 3 * problems[0].stages * problems[0].microbatches
     scale = effort * min(MOST, STEPS / steps) / len(pools)
-    turns = int(1 + 20 * scale * max(1.0, scale / 2))
+    turns = int(1 + 15 * scale * max(1.0, scale / 2))
     try:
         for pool in pools:
             for n, taste in enumerate(tastes(pool.problem)):
-                if n < 8 or n < 22 * scale:
+                if n < 4 or n < 22 * scale:
                     pool.greedy(taste)
             pool.periods(1 + int(PERIODS * min(1.0, scale)))
-            pool.justify(max(1, int(2 * scale)))
+            pool.justify(int(0.5 + 2 * scale))
         pools.sort(key=lambda pool: pool.best(1)[0][:2])
         for pool in pools:
             if pool.goal >= pools[0].best(1)[0].cost:
                 continue
             for _ in range(4):
-                pool.change(int(1 + 4 * scale), random)
-                pool.justify(int(1 + scale))
-            pool.better(3, turns)
-            pool.justify(2)
+                pool.change(int(0.5 + 4 * scale), random)
+                pool.justify(int(0.5 + scale))
+            pool.better(3 if scale >= 0.5 else 1, turns)
+            pool.justify(int(0.5 + 2 * scale))
             pool.better(1, turns)
     except _Reached:
         pass
