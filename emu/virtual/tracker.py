@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from emu.spmd.errors import VirtualOutOfMemory
@@ -31,6 +32,7 @@ _PLAIN = frozenset({int, float, bool, type(None), torch.dtype, torch.device, tor
 _STATES = ("zeros_like", "zeros", "lift_fresh")
 _node = torch._C._current_autograd_node
 _grad = torch.is_grad_enabled
+_task = torch._C._current_graph_task_id
 _new = tuple.__new__  # a named tuple's own constructor takes twice as long
 
 
@@ -42,6 +44,7 @@ class Tracker(Tensors, TorchDispatchMode):
         self._scheduler = scheduler
         self._events = device.events
         self._backward = False
+        self._backward_task, self._backward_line = -1, ""
         self._meta = device.torch_device.type == "meta"
         self._kernel: OneKernel | None = None
         device.tracker = self
@@ -193,7 +196,7 @@ class Tracker(Tensors, TorchDispatchMode):
         """Several streams are in use: notes who touches what, and raises on a race."""
         stream.tick = tick = stream.tick + 1
         device, name, own = self.device, op.name, stream.name
-        line = user_line(above=3)
+        line = self._line()
         for t in inputs:
             block = getattr(t.untyped_storage(), "_emu", None)
             if block is None:
@@ -212,6 +215,16 @@ class Tracker(Tensors, TorchDispatchMode):
             block = getattr(t.untyped_storage(), "_emu", None)
             if block is not None and block.uses is None:
                 self._made(block, name, line)
+
+    def _line(self) -> str:
+        """The line of the program. Of torch's own backward it is the one that called it, far up: looked for once."""
+        node = _node()
+        if node is None or _grad() or isinstance(node, BackwardCFunction):
+            return user_line(above=4)
+        task = _task()
+        if task != self._backward_task:
+            self._backward_task, self._backward_line = task, user_line(above=4)
+        return self._backward_line
 
     def _made(self, block: Any, what: str, line: str | None) -> None:
         """The current stream's memory, which it may write from its latest kernel on."""
