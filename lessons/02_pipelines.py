@@ -184,8 +184,9 @@ print("holes:", [what.span(r) - what.busy(r) for r in range(P)])
 
 # %% [markdown]
 # All hold the same, as much as 1F1B's first rank, and no hole is left. There is no free lunch in it: that holds where
-# F, I and W are equally long, and each microbatch is handed on twice as often. All at once, with equal work. (The bubble counts a rank's waiting before
-# its first action and after its last one, too; holes are only what lies between them.)
+# F, I and W are equally long, and each microbatch is handed on twice as often. All at once, with equal work. (The
+# bubble counts a rank's waiting before its first action and after its last one, too; holes are only what lies between
+# them.)
 
 # %%
 for name in ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min"):
@@ -253,7 +254,8 @@ print(f"zb-h1 is {faster:.2f} times as fast as 1f1b")
 
 # %% [markdown]
 # The slowest stage sets the pace, and all others wait for it, every microbatch: that is imbalance, not the bubble, and
-# no schedule mends it; zb-h1 shortens a microbatch's way back, so it helps even here. `Pipeline(stages="cost")` or a list of layers per stage does. Transfers hardly show.
+# no schedule mends it; zb-h1 shortens a microbatch's way back, so it helps even here. `Pipeline(stages="cost")` or a
+# list of layers per stage does. Transfers hardly show.
 #
 # ## 8. Your own schedule
 #

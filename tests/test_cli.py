@@ -517,18 +517,24 @@ def test_real_processes_that_fail_give_one_object_too(programs, tmp_path):
 def readme(tmp_path: Path) -> Path:
     """A folder with the Python blocks of README.md as files, program.py for two ranks."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
-    names = ("program", "ask", "train", "inside", "cuts", "stock", "experts")
+    names = ("program", "ask", "train", "inside", "cuts", "stock", "experts", "pipeline", "mine")
     assert len(blocks) == len(names)  # each is run below
     for name, block in zip(names, blocks):
         (tmp_path / f"{name}.py").write_text(block.replace("dp=8", "dp=2") if name == "program" else block)
     return tmp_path
 
 
-@pytest.mark.parametrize("name", ["train", "inside"])
+@pytest.mark.parametrize("name", ["train", "inside", "pipeline"])
 def test_the_readme_trains_a_sharded_model(readme, name):
     done = shell(name, cwd=readme)
-    first, second, third = json.loads(re.findall(r"tensor\((\[.*\])\)", done.stdout)[0])
+    first, second, third = json.loads(re.findall(r"tensor\((\[.*?\])", done.stdout)[0])
     assert first > second > third > 4
+
+
+def test_the_readme_writes_a_schedule(readme):
+    *rows, figures = shell("mine", cwd=readme).stdout.splitlines()
+    assert len(rows) == 5 and rows[-1].startswith("rank 3  .  .  .  F0 B0--- F1 B1---")
+    assert figures.endswith(" [4.0, 3.0, 2.0, 1.0]") and float(figures.split()[0]) == 3 / 11
 
 
 def test_the_readme_says_what_its_cuts_send(readme):

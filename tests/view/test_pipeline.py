@@ -6,6 +6,7 @@ import time
 from dataclasses import replace
 from functools import lru_cache
 from itertools import combinations, pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -159,6 +160,18 @@ def test_a_grid_as_one_sees_it():
     assert " 1F1+0B4---- " in grid(make("dualpipe", 2, 8))  # a pair; ranks hold two stages, so these are named, too
     odd = grid(make("gpipe", 1, 1), Times(1 / 3, 0.142857, 0.1))  # without a common measure: rounded
     assert 100 < len(re.sub(r"[^-]", "", odd)) < 1000 and "B0--" in odd
+
+
+def test_the_readme_says_what_schedules_cost():
+    text = (Path(__file__).resolve().parents[2] / "README.md").read_text()
+    rows = re.findall(r"^\| `(\S+)` \|.*?\| (\S+) % \| (\S+) \|", text, re.M)
+    assert [name for name, *_ in rows if name not in SCHEDULES] == [] and len(rows) == 10
+    for name, bubble, held in rows:
+        schedule = make(name, 4, 16, 2 if name == "interleaved" else 1)
+        share = 4 / schedule.stages  # of a quarter of the model
+        what = timed(schedule, Times(share, share, share))
+        assert f"{100 * what.bubble_fraction:.1f}" == bubble, name
+        assert max(peak_activations(schedule)) * share == float(held), name
 
 
 # Of a run.
