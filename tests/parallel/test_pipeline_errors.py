@@ -207,7 +207,9 @@ def test_a_layer_that_returns_several_tensors():
                 x = layer(x)
             return x[0]
 
-    error = refused(EmuError, "the first argument of layers.2 is no tensor of activations that stage 0 could send", Pairs)
+    error = refused(
+        EmuError, "the first argument of layers.2 is no tensor of activations that stage 0 could send", Pairs
+    )
     assert "first argument" in error.hint
 
 
