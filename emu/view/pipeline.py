@@ -228,10 +228,12 @@ def _draw(axes: Axes, boxes: Sequence[Box], points: float, row_inches: float, ch
 
 
 def _number(axes: Axes, boxes: Sequence[Box], colour: str, points: float, row_inches: float) -> bool:
-    """The microbatches' numbers, as large as the narrowest of these bars lets them be; none if that is too small."""
-    room = min(points * (box.right - box.left) / (len(str(box.microbatch)) + 0.4) for box in boxes)
-    if room < DIGIT_POINTS:
+    """The microbatches' numbers where they can be read, all as large as the narrowest of these bars lets them be."""
+    digits = max(len(str(box.microbatch)) for box in boxes) + 0.4
+    boxes = [box for box in boxes if points * (box.right - box.left) >= DIGIT_POINTS * digits]
+    if not boxes:
         return False
+    room = min(points * (box.right - box.left) for box in boxes) / digits
     tall = min((box.bottom - box.top) * row_inches * 72 for box in boxes)
     size = min(room / DIGIT_WIDTH, 0.9 * tall, MOST_POINTS)
     ink = ink_on(colour)
