@@ -132,10 +132,14 @@ class VirtualDevice:
         A real host would run on, and its stream wait; here what comes next reads its operands at once.
         """
         if self._under_way:
-            self._under_way = [entry for entry in self._under_way if not entry[2].done]
+            self.forget_done()
             for name, tick, item, what, line in self._under_way:
                 if tick <= point.get(name, 0):
                     stand_still(self, item, what, line)
+
+    def forget_done(self) -> None:
+        """Communications that were carried out are under way no longer."""
+        self._under_way = [entry for entry in self._under_way if not entry[2].done]
 
     def host_sees(self, point: dict[str, int]) -> None:
         for name, tick in point.items():

@@ -110,6 +110,7 @@ class MessagesWork(VirtualWork):
             stand_still(self._device, half, what, self._line)
         for half, _, event, point, _ in self._parts:
             _ordered(self._device, half, event, point)
+        self._device.forget_done()  # or what was sent would live on with it
         return [part[-1] for part in self._parts]
 
 
