@@ -85,7 +85,7 @@ def judged(seeds, chunks: int = 1) -> str:
 
 
 def test_never_worse_than_by_hand_and_mostly_better():
-    judged(range(1000, 1010))
+    judged(range(1000, 1008))
 
 
 @pytest.mark.exhaustive

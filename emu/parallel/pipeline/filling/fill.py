@@ -17,7 +17,7 @@ from emu.parallel.pipeline.filling.tastes import changed, tastes
 
 STEPS = 6144  # of 16 ranks and 128 microbatches: what is bigger gets less effort, what is smaller more, so that all take a second
 PERIODS = 24  # that are tried at most
-MOST = 8.0  # times the effort at most
+MOST = 12.0  # times the effort at most
 PATIENCE = (
     (1.0, 1.0),
     (0.5, 0.25),
@@ -105,8 +105,8 @@ def fill(problems: Sequence[Problem], effort: float = 1.0) -> tuple[Problem, Fil
     pools = [_Pool(problem, min(bounds)) for problem in problems]
     random = Random(0)
     steps = 3 * problems[0].stages * problems[0].microbatches
-    scale = effort * min(MOST, STEPS / steps) / len(pools)
-    turns = int(1 + 15 * scale * max(1.0, scale / 2))
+    scale = effort * min(MOST, (STEPS / steps) ** 1.35) / len(pools)
+    turns = min(600, int(1 + 15 * scale * max(1.0, scale / 2)))
     try:
         for pool in pools:
             for n, taste in enumerate(tastes(pool.problem)):
