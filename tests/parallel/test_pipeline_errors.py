@@ -187,7 +187,7 @@ def test_a_layer_that_needs_two_tensors_across_a_boundary():
                 before, x = x, layer(x, before)
             return x
 
-    error = refused(EmuError, r"layers.2 needs the output of layers.0 besides its first argument", Skips)
+    error = refused(EmuError, r"layers.2 needs the output of layers.0, which lies before stage", Skips)
     assert "one tensor" in error.hint
 
 

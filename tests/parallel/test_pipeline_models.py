@@ -98,6 +98,19 @@ class Residual(Summed):
         return self.last(x)
 
 
+class Outside(Summed):
+    """Residuals outside of modules: what a stage received is read twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(8))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x)) * 0.5
+        return x
+
+
 class Uneven(Summed):
     """Widths that differ between stages, and layers that reshape."""
 
@@ -182,7 +195,19 @@ class Seen(Summed):
         return x
 
 
-MODELS = [InSequence, IsSequence, RootParameters, Residual, Uneven, Nested, FrozenFirst, FrozenLast, Adapted, Seen]
+MODELS = [
+    InSequence,
+    IsSequence,
+    RootParameters,
+    Residual,
+    Outside,
+    Uneven,
+    Nested,
+    FrozenFirst,
+    FrozenLast,
+    Adapted,
+    Seen,
+]
 
 
 def trained(rank, model, how, data):
@@ -286,7 +311,7 @@ LLAMA = {
         ("pp=2", "zb-v", {}),
         ("pp=2,dp=2", "zb-h1", {"zero": 3}),
         ("pp=2,tp=2", "interleaved", {"chunks": 2}),
-        ("pp=2,tp=2", "zb-h2", {}),
+        ("pp=2,tp=2", "zb-h2", {"sp": True}),
     ],
 )
 def test_the_stock_llama(mesh, schedule, more, tied):

@@ -2,7 +2,8 @@
 
 Every stage runs the plain model's own forward from the start. What modules of earlier stages would return is elsewhere,
 and so is what code between modules makes of it, at no cost. What depends on the batch alone (masks, rotations) is
-computed as it is. So one sees what a stage lacks: just what the stage before must send.
+computed as it is. So one sees what a stage lacks: just what the stage before must send. Once that is here, what stood for it
+becomes it: x + layer(x) goes on with what was received.
 """
 
 from __future__ import annotations
@@ -20,11 +21,14 @@ class Elsewhere(Tensor):
 
     _where: torch.device
     _whose: str
+    _received: Tensor | None = None
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        one = next(t for t in _tensors((args, kwargs)) if isinstance(t, Elsewhere))
+        args, kwargs = here(args), here(kwargs or {})
+        one = next((t for t in _tensors((args, kwargs)) if isinstance(t, Elsewhere)), None)
+        if one is None:
+            return func(*args, **kwargs)
         name = getattr(func, "__name__", str(func))
         if name == "__get__" and func == _DEVICE:
             return one._where
@@ -80,6 +84,24 @@ def elsewhere(shape: torch.Size | tuple[int, ...], dtype: torch.dtype, device: t
         out: Any = torch.empty(shape, dtype=dtype, device="meta").as_subclass(Elsewhere)
     out._where, out._whose = device, whose
     return out
+
+
+def becomes(value: Any, received: Tensor) -> Tensor:
+    """What stood for a value is that value from now on. Returns it."""
+    if isinstance(value, Elsewhere):
+        value._received = received
+    return received
+
+
+def here(value: Any) -> Any:
+    """The same, nested, with what was received in place of what stood for it."""
+    if isinstance(value, Elsewhere):
+        return value if value._received is None else value._received
+    if type(value) in (list, tuple):
+        return type(value)(here(v) for v in value)
+    if type(value) is dict:
+        return {k: here(v) for k, v in value.items()}
+    return value
 
 
 def _on_meta(value: Any) -> Any:

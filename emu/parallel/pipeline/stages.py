@@ -13,10 +13,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from emu.parallel.pipeline.division import Unit
-from emu.parallel.pipeline.elsewhere import Elsewhere, elsewhere
+from emu.parallel.pipeline.elsewhere import Elsewhere, becomes, elsewhere, here
 from emu.parallel.pipeline.schedule import Schedule
 from emu.parallel.tensor.arguments import first_of, with_first
 from emu.parallel.tensor.held import Held, Sharding
+from emu.parallel.tensor.pairs import lies_in
 from emu.spmd import EmuError, Layout, Only, Rank
 
 
@@ -34,20 +35,25 @@ class Pass:
     Args:
         stage: which.
         incoming: what the stage before sent; None on the first stage.
+        length: tokens of the whole sequence, of which `incoming` has some; 0: it has all.
     """
 
-    def __init__(self, stage: int, incoming: Tensor | None) -> None:
-        self.stage, self.incoming = stage, incoming
+    def __init__(self, stage: int, incoming: Tensor | None, length: int) -> None:
+        self.stage, self.incoming, self.length = stage, incoming, length
         self.entered = False
 
     def call(self, unit: Placed, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a unit's call comes to on this stage."""
+        args, kwargs = here(args), here(kwargs)
         if unit.stage < self.stage:
             if self.entered:
                 raise _disorder(f"{unit.path} (stage {unit.stage}) is called after modules of stage {self.stage}")
             assert self.incoming is not None
             given = self.incoming
-            return elsewhere(given.shape, given.dtype, given.device, f"the output of {unit.path}")
+            shape = list(given.shape)
+            if unit.whole and self.length:
+                shape[1] = self.length
+            return elsewhere(tuple(shape), given.dtype, given.device, f"the output of {unit.path}")
         if unit.stage > self.stage:
             if unit.stage != self.stage + 1 or (not self.entered):
                 raise _disorder(f"stage {self.stage} calls {unit.path}, which lies on stage {unit.stage}")
@@ -62,12 +68,13 @@ class Pass:
             raise Leaves(sent)
         if not self.entered and self.incoming is not None:
             incoming = self.incoming
-            args, kwargs = with_first(unit.path, unit.first, args, kwargs, lambda there: incoming)
+            args, kwargs = with_first(unit.path, unit.first, args, kwargs, lambda there: becomes(there, incoming))
         self.entered = True
         if lacking := [value for value in (*args, *kwargs.values()) if isinstance(value, Elsewhere)]:
             raise EmuError(
-                f"{unit.path} needs {lacking[0]._whose} besides its first argument, and only that is sent from stage to stage",
-                "let a stage begin elsewhere, so that both lie on one; or pass both as one tensor",
+                f"{unit.path} needs {lacking[0]._whose}, which lies before stage {self.stage} and was not sent to it: only the "
+                "first argument of a stage's first module is",
+                "let the stage begin elsewhere, so that both lie on one; or pass both as one tensor",
             )
         return run(*args, **kwargs)
 
@@ -78,6 +85,7 @@ class Placed(nn.Module):
     stage: int
     path: str
     first: str
+    whole: bool  # whether it comes before sequences are cut
     of: Stages
 
 
@@ -102,24 +110,28 @@ class Stages:
     ) -> None:
         self.model, self.rank, self.last = model, rank, len(units) - 1
         self.under_way: Pass | None = None
-        here = rank.coords.get("pp", 0)
-        self.mine = schedule.stages_of[here]
+        at = rank.coords.get("pp", 0)
+        self.mine = schedule.stages_of[at]
         holders = _holders(model, units, schedule)
         self.sharding = _held(model, rank, holders, sharding)
-        kept = {id(p) for name, p in model.named_parameters() if here in holders[name]}
+        kept = {id(p) for name, p in model.named_parameters() if at in holders[name]}
+        cut = False
+        self._cut_before: list[bool] = []  # whether sequences are cut before a stage begins
         for stage, some in enumerate(units):
+            self._cut_before.append(cut)
             for unit in some:
                 if stage not in self.mine:
                     _empty(unit.module, kept)
-                self._place(unit, stage)
+                cut = cut or any(lies_in(path, unit.path) for path in self.sharding.scatters)
+                self._place(unit, stage, not cut)
         self.parameters = {stage: [p for u in units[stage] for p in u.module.parameters()] for stage in self.mine}
 
-    def _place(self, unit: Unit, stage: int) -> None:
+    def _place(self, unit: Unit, stage: int, whole: bool) -> None:
         module: Any = unit.module
         first = first_of(module)
         module.__class__ = _placed(type(module))
         # Past nn.Module's __setattr__, which knows of parameters and modules only.
-        vars(module).update(stage=stage, path=unit.path, first=first, of=self)
+        vars(module).update(stage=stage, path=unit.path, first=first, whole=whole, of=self)
 
     @property
     def length(self) -> int:
@@ -142,7 +154,7 @@ class Stages:
         model: Any = self.model
         if self.sharding.tokens is not None and incoming is not None:
             self.sharding.tokens.length = length
-        self.under_way = Pass(stage, incoming)
+        self.under_way = Pass(stage, incoming, length if self._cut_before[stage] else 0)
         try:
             loss = model.loss_sum(x, y)
         except Leaves as leaves:
@@ -211,7 +223,7 @@ def _held(model: nn.Module, rank: Rank, holders: dict[str, tuple[int, ...]], sha
             layout = Layout({**before.layout.placements, "pp": Only(holders[name])})
             out.held[name] = Held(layout, before.kind, before.counted, before.overlaps)
     if sharding is not None:
-        out.regions, out.tokens = list(sharding.regions), sharding.tokens
+        out.regions, out.tokens, out.scatters = list(sharding.regions), sharding.tokens, list(sharding.scatters)
     model.cut_inside = out  # type: ignore[assignment]
     return out
 
