@@ -18,14 +18,14 @@ from emu.parallel.batch import Batch, as_batch, check_model, checked_plain, chec
 from emu.parallel.data import DataParallel
 from emu.parallel.optimistic import OptimisticStep
 from emu.parallel.pipeline.checks import check
-from emu.parallel.pipeline.division import divided
-from emu.parallel.pipeline.executor import Context, Execution, may_start_again
+from emu.parallel.pipeline.division.units import divided
+from emu.parallel.pipeline.division.weighing import WEIGHED, weighed
 from emu.parallel.pipeline.lowering import lowered
-from emu.parallel.pipeline.mail import Mail
+from emu.parallel.pipeline.running.executor import Context, Execution, may_start_again
+from emu.parallel.pipeline.running.mail import Mail
+from emu.parallel.pipeline.running.stages import Stages
 from emu.parallel.pipeline.schedule import Generator, Schedule
 from emu.parallel.pipeline.schedules import make
-from emu.parallel.pipeline.stages import Stages
-from emu.parallel.pipeline.weighing import WEIGHED, weighed
 from emu.parallel.scaling import LossScale
 from emu.parallel.tensor.held import Sharding
 from emu.spmd import EmuError, Group, PlanError, Rank, split_sizes

@@ -25,9 +25,7 @@ def groups_of(dist: Any, optimizer: Any) -> list[dict[str, Any]]:
         EmuError: an option that is no plain data.
     """
     given = optimizer.scalars()["groups"]
-    whole: Names = consult(
-        dist.rank, lambda: _own(dist, optimizer), lambda heard: [_joined(heard, dist)] * len(heard)
-    )
+    whole: Names = consult(dist.rank, lambda: _own(dist, optimizer), lambda heard: [_joined(heard, dist)] * len(heard))
     return [
         {**{key: option_of(value) for key, value in group.items()}, "params": names}
         for group, names in zip(given, whole)

@@ -8,7 +8,7 @@ from functools import lru_cache
 from numbers import Real
 
 from emu.parallel.pipeline.actions import Action, F, I, W
-from emu.parallel.pipeline.filling import Problem, fill, lower_bound
+from emu.parallel.pipeline.schedules.filling import Problem, fill, lower_bound
 from emu.parallel.pipeline.timing import Times
 from emu.spmd import PlanError
 

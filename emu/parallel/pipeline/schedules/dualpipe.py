@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from emu.parallel.pipeline.actions import Action
 from emu.parallel.pipeline.schedules.dualpipe_v import words
-from emu.parallel.pipeline.words import Chunk, numbered, two_chunks
+from emu.parallel.pipeline.schedules.words import Chunk, numbered, two_chunks
 from emu.spmd import PlanError
 
 

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterator
 
 from emu.parallel.pipeline.actions import Action
-from emu.parallel.pipeline.words import Word, numbered, two_chunks, v_shaped
+from emu.parallel.pipeline.schedules.words import Word, numbered, two_chunks, v_shaped
 
 
 def dualpipe_v(rank: int, ranks: int, microbatches: int, chunks: int = 2) -> Iterator[Action]:

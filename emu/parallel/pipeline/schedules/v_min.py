@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from emu.parallel.pipeline.actions import Action
-from emu.parallel.pipeline.building_block import Block, squeezed
-from emu.parallel.pipeline.words import numbered, two_chunks, v_shaped
+from emu.parallel.pipeline.schedules.building_block import Block, squeezed
+from emu.parallel.pipeline.schedules.words import numbered, two_chunks, v_shaped
 
 
 def v_min(rank: int, ranks: int, microbatches: int, chunks: int = 2) -> Iterator[Action]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from emu.parallel.pipeline.actions import Action
-from emu.parallel.pipeline.words import Word, numbered, two_chunks, v_shaped
+from emu.parallel.pipeline.schedules.words import Word, numbered, two_chunks, v_shaped
 
 
 def zb_v(rank: int, ranks: int, microbatches: int, chunks: int = 2) -> Iterator[Action]:
