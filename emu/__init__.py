@@ -32,7 +32,7 @@ from emu.spmd import (
 if TYPE_CHECKING:
     from emu.equivalence import Verdict, verify
     from emu.hardware import Cluster, chip, cluster
-    from emu.parallel import Batch, DataParallel, Plan, parallelize
+    from emu.parallel import Batch, DataParallel, Pipeline, Plan, parallelize
     from emu.run import Run, launch
 
 __version__ = "0.1.0"
@@ -47,6 +47,7 @@ __all__ = [
     "Mesh",
     "Only",
     "Partial",
+    "Pipeline",
     "Plan",
     "Precision",
     "Rank",
@@ -69,6 +70,7 @@ _LAZY = {
     "Batch": "emu.parallel",
     "Cluster": "emu.hardware",
     "DataParallel": "emu.parallel",
+    "Pipeline": "emu.parallel",
     "Plan": "emu.parallel",
     "Run": "emu.run",
     "Verdict": "emu.equivalence",
