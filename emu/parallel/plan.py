@@ -160,6 +160,13 @@ class Plan:
             make(self.schedule, ranks, self.accumulated(), self.chunks)
         else:
             make(self.schedule, 2, 2)  # is there such a schedule?
+            if self.schedule != "1f1b":
+                raise PlanError(
+                    f"schedule={self.schedule} is for a pipeline, but mesh={self.mesh} has no pp of more than one rank",
+                    f"leave schedule out, or add pp: mesh={self.mesh or 'dp=1'},pp=2",
+                    field="schedule",
+                    nearest="1f1b",
+                )
             if self.chunks > 1:
                 raise PlanError(
                     f"chunks={self.chunks} are stages of a rank of a pipeline, but mesh={self.mesh} has no pp",

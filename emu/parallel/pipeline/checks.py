@@ -57,6 +57,10 @@ def _complete(needs: Needs) -> None:
     microbatches = 1 + max((a[2] for a in where if a[1] in COMPUTE), default=-1)
     if not microbatches:
         raise error("missing", "the schedule computes nothing", "give every rank its row: Schedule.parse('0F0 0B0')")
+    for rank, row in enumerate(needs.rows):
+        if not row:
+            what = f"rank {rank} of {len(needs.rows)} has nothing to do"
+            raise error("missing", what, "give every rank a stage of the model, or the mesh fewer ranks", None, rank)
     for stage in range(needs.last + 1):  # however large a wrong number is, the first gap comes soon
         for microbatch in range(microbatches):
             forward = where.get((stage, F, microbatch, ()), -1)

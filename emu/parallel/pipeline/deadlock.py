@@ -29,7 +29,10 @@ def deadlock(walk: Walk) -> ScheduleError:
         lines[LINES // 2 : -LINES // 2] = [f"  ... {len(lines) - LINES} more ranks ..."]
     hint = "on one of these ranks, put what another waits for before what it waits in"
     if walk.blocking:
-        hint += "; or start the two together (grouped=True), or do not wait in a send (blocking=False)"
+        hint += (
+            "; or do not wait in a send (blocking=False), or start neighbours together (grouped=True), or take an order in "
+            "which nobody waits in a circle: lowered(schedule, blocking=True)"
+        )
     place = _halt(walk, cycle[0])
     return error(
         "deadlock",

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
+from inspect import signature
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from emu.parallel.pipeline.checks import check
 from emu.parallel.pipeline.division.units import divided
 from emu.parallel.pipeline.division.weighing import WEIGHED, weighed
 from emu.parallel.pipeline.lowering import lowered
+from emu.parallel.pipeline.running.agreement import agree
 from emu.parallel.pipeline.running.executor import Context, Execution, may_start_again
 from emu.parallel.pipeline.running.mail import Mail
 from emu.parallel.pipeline.running.stages import Stages
@@ -37,7 +39,8 @@ class Pipeline(DataParallel):
     Args:
         model: a plain module with `loss_sum(x, y)`, the sum of the loss over labels. It is cut between modules that are
             called one after the other, each with the activations as its first argument; whatever else a module is passed
-            must follow from x and y alone. Its parameters are taken over.
+            must follow from x and y alone. Its parameters are taken over: each stage's values are those of the first rank that
+            holds it, so give all ranks the same seed.
         rank: the rank it runs on; ranks along the mesh's axis pp form the pipeline.
         axes: the mesh axes that cut the batch.
         schedule: its name, a Schedule, or a generator of one: (rank, ranks, microbatches, chunks) -> that rank's actions.
@@ -74,6 +77,12 @@ class Pipeline(DataParallel):
         checked_rank(rank, "Pipeline(model, rank, ...)")
         if sharding is None:
             checked_plain(model, "Pipeline(model, rank, ...)")
+        if unknown := [name for name in options if name not in signature(DataParallel.__init__).parameters]:
+            raise EmuError(
+                f"Pipeline has no option {unknown[0]!r}",
+                "options of a schedule are said where it is made: schedule=make('interleaved', 4, 8, 2, count=4), of "
+                "emu.parallel.pipeline",
+            )
         self._schedule_of = _maker(schedule, rank.mesh.axes.get("pp", 1), chunks)
         self.schedule = self._schedule_of(microbatches)
         self.recompute = recompute
@@ -114,7 +123,7 @@ class Pipeline(DataParallel):
             scale: a LossScale; gradients stay scaled by it until the optimizer's step.
             optimist: whose last step is still to be validated: that is done between the first forwards and the first
                 backward, so that no stage waits for the others between two steps. If the step is taken back, these
-                forwards are done again.
+                forwards are done again. There is no zero_grad() in between: this forgets the old gradients itself.
         """
         batch = as_batch(batch)
         parts = self._cut(batch, sizes, microbatches)
@@ -194,6 +203,8 @@ class Pipeline(DataParallel):
             self._follow(self._schedule_of(len(rows)))
             if self.mail is not None:
                 self.mail.follow(self._lowered)
+        if self.mail is not None:
+            agree(self.rank.group("pp"), self.schedule, rows, x, y)
         return list(zip(x.split(rows), y.split(rows)))
 
     def _add_gradients(self, microbatches: Sequence[tuple[Tensor, Tensor]], scale: LossScale | None) -> Tensor:

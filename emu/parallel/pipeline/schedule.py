@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,7 +15,7 @@ Generator = Callable[
 ]  # (rank, ranks, microbatches, chunks) -> that rank's actions
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Schedule:
     """What every rank of a pipeline does, in order.
 
@@ -74,6 +75,12 @@ class Schedule:
         rows = (tuple(a for a in row if a.kind in COMPUTE or a.parts) for row in self.rows)
         return Schedule(tuple(rows), self.name)
 
+    def __repr__(self) -> str:
+        return (
+            f"Schedule({self.name}: {self.ranks} ranks, {self.stages} stages, {self.microbatches} microbatches; "
+            "str() writes it out, check() and timed() look at it)"
+        )
+
     def __str__(self) -> str:
         """A line a rank, actions apart by spaces; `Schedule.parse` reads it."""
         return "\n".join(" ".join(map(str, row)) for row in self.rows)
@@ -112,6 +119,13 @@ class Schedule:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise PlanError(f"{what}={value!r} is not a whole number of at least 1", f"say {what}=4", field=what)
         name = getattr(generator, "__name__", "a schedule").replace("_", "-")
+        try:
+            inspect.signature(generator).bind(0, ranks, microbatches, chunks)
+        except TypeError as error:
+            raise EmuError(
+                f"{name} cannot be asked for a rank's actions: {error}",
+                "write def mine(rank, ranks, microbatches, chunks), which yields them",
+            ) from None
         said = [generator(rank, ranks, microbatches, chunks) for rank in range(ranks)]
         for rank, row in enumerate(said):
             if not isinstance(row, Iterable) or isinstance(row, str):
@@ -123,7 +137,12 @@ class Schedule:
         for row in rows:
             for action in row:
                 if not isinstance(action, Action):
-                    raise EmuError(f"{name} yielded {action!r}, which is no action", 'yield Action(2, "F", 0)')
+                    raise EmuError(
+                        f"{name} yielded {action!r}, which is no action",
+                        f'yield Action(2, "F", 0), or parse({action!r})'
+                        if isinstance(action, str)
+                        else 'yield Action(2, "F", 0)',
+                    )
         return cls(rows, name)
 
 

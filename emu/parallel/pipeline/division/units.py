@@ -87,7 +87,7 @@ def divided(
             raise PlanError(
                 f"{stages} stages, but {what} has {len(layers)} layers to share out"
                 + (f" ({names[layers[0]]} to {names[layers[-1]]})" if layers else ""),
-                f"use at most {len(layers)} stages (pp * chunks), or say where stages begin by the names of modules"
+                f"use at most {len(layers)} stages (pp * chunks), or say where stages begin: Pipeline(stages=[names of modules])"
                 if layers
                 else f"say where stages begin by the names of modules: {', '.join(names[:8])}",
                 field="mesh",

@@ -96,7 +96,7 @@ def _found(name: str | Generator) -> tuple[Generator, str]:
         return SCHEDULES[name], name
     close = get_close_matches(str(name).lower().replace("_", "-"), SCHEDULES, 1, 0.5)
     raise PlanError(
-        f"there is no schedule {name!r}",
+        f"there is no schedule {name!r:.60}",
         (f"did you mean {close[0]}? " if close else "") + f"schedules are {', '.join(SCHEDULES)}",
         field="schedule",
         value=name,

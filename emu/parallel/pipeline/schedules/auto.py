@@ -10,7 +10,7 @@ from numbers import Real
 from emu.parallel.pipeline.actions import Action, F, I, W
 from emu.parallel.pipeline.schedules.filling import Problem, fill, lower_bound
 from emu.parallel.pipeline.timing import Times
-from emu.spmd import PlanError
+from emu.spmd import EmuError, PlanError
 
 KINDS = (F, I, W)  # of the steps of `filling`, in its order
 EQUAL = Times()
@@ -91,6 +91,10 @@ def _rows(
 def _problems(
     ranks: int, microbatches: int, chunks: int, times: Times, memory: float | None, weight_share: float
 ) -> list[Problem]:
+    if not isinstance(times, Times):
+        raise EmuError(
+            f"times={times!r:.60} are no Times", "say times=Times(forward=1.0, backward_input=1.0, weight=1.0)"
+        )
     stages = ranks * chunks
     durations = [_each(times, name, stages, ranks, chunks) for name in ("forward", "backward_input", "weight")]
     limit = ranks if memory is None else memory
