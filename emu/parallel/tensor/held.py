@@ -42,14 +42,12 @@ class Sharding:
         rank: the rank.
         regions: names of the modules within which ranks compute different parts.
         tokens: how sequences are cut over tp, where they are.
-        scatters: names of the modules that cut them.
         pipeline: whether ranks along pp hold parts of this one model; else each of them has a model of its own.
     """
 
     rank: Rank
     pipeline: bool = False
     tokens: TokenCut | None = None
-    scatters: list[str] = field(default_factory=list)
     held: dict[str, Held] = field(default_factory=dict)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     regions: list[str] = field(default_factory=list)

@@ -55,7 +55,6 @@ class Surgery:
             check_ties(model, styles, set(self.cut))
         self._rest()
         self.done.regions = list(self.regions)
-        self.done.scatters = [path for path, style in styles.items() if sp and getattr(style, "scatter", None)]
 
     # What is where.
 

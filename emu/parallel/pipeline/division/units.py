@@ -33,7 +33,8 @@ def units_of(model: nn.Module) -> list[Unit]:
     These are the entries of the outermost lists and sequences, in a transformer its blocks, and what stands beside them.
     Modules without parameters are none: they run wherever they are called.
     """
-    return list(_units(model, "", "" if isinstance(model, LISTS) else None))
+    found = _units(model, "", "" if isinstance(model, LISTS) else None)
+    return list({id(unit.module): unit for unit in reversed(list(found))}.values())[::-1]  # by its first name, once
 
 
 def _units(module: nn.Module, path: str, around: str | None) -> Iterator[Unit]:

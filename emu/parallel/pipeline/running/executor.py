@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from emu.parallel.pipeline import actions as a
 from emu.parallel.pipeline.actions import Action
-from emu.parallel.pipeline.running.mail import Form, Mail
+from emu.parallel.pipeline.running.form import Form
+from emu.parallel.pipeline.running.mail import Mail
 from emu.parallel.pipeline.running.split import Split
 from emu.parallel.pipeline.running.stages import Stages
 
@@ -134,8 +135,8 @@ class Execution:
     def _send_output(self, stage: int, microbatch: int) -> None:
         assert self.mail is not None
         output = self._outputs.pop((stage, microbatch))
-        length = self._forms[stage, microbatch].length
-        self.mail.send(a.SEND_F, stage, microbatch, output.contiguous(), self._like(microbatch), length)
+        form = self._forms[stage, microbatch]
+        self.mail.send(a.SEND_F, stage, microbatch, output.contiguous(), self._like(microbatch), form)
 
     def _send_gradient(self, stage: int, microbatch: int) -> None:
         assert self.mail is not None
@@ -150,19 +151,19 @@ class Execution:
         assert self.mail is not None
         self.mail.expect_gradient(stage, microbatch, lambda: self._forms.get((stage, microbatch)))
 
-    def _incoming(self, stage: int, microbatch: int) -> tuple[Tensor | None, int]:
-        """A stage's input, and how long the whole sequence is."""
+    def _incoming(self, stage: int, microbatch: int) -> tuple[Tensor | None, Form | None]:
+        """A stage's input, and what is known of it."""
         if not stage:
-            return None, 0
+            return None, None
         here = self._outputs.pop((stage - 1, microbatch), None)
         if here is not None:  # of a stage on this rank
-            length = self._forms[stage - 1, microbatch].length
+            form = self._forms[stage - 1, microbatch]
         else:
             assert self.mail is not None
             here = self.mail.take(a.F, stage, microbatch)
-            length = self.mail.length(stage, self._like(microbatch))
+            form = self.mail.form(stage, self._like(microbatch))
         differs = self.trains and (here.is_floating_point() or here.is_complex())
-        return here.requires_grad_() if differs else here, length
+        return here.requires_grad_() if differs else here, form
 
     def _gradient_of_output(self, stage: int, microbatch: int) -> Tensor:
         here = self._gradients.pop((stage + 1, microbatch), None)
@@ -175,8 +176,8 @@ class Execution:
 
     def _forward(self, stage: int, microbatch: int) -> None:
         self.stages.rank.mark(f"{stage}F{microbatch}")
-        incoming, length = self._incoming(stage, microbatch)
-        given = (stage, incoming, length, *self.microbatches[microbatch])
+        incoming, form = self._incoming(stage, microbatch)
+        given = (stage, incoming, form, *self.microbatches[microbatch])
         split = Split() if self.splits else None
         with self.context.forward():
             if split is not None:
@@ -189,14 +190,16 @@ class Execution:
             self.total = loss.detach().to(wide, copy=True) if self.total is None else self.total + loss.detach()
         if output is not None:
             self._outputs[stage, microbatch] = output.detach()
-            self._forms[stage, microbatch] = Form(tuple(output.shape), output.dtype, self.stages.length)
+            self._forms[stage, microbatch] = self.stages.form_of(output, form)
         if self.trains:
             edge = get_gradient_edge if split is None else split.edge
             out, own = (edge(t) if t is not None and t.requires_grad else None for t in (output, loss))
             one = torch.ones_like(loss, requires_grad=False) if own is not None and loss is not None else None
             self._kept[stage, microbatch] = Kept(incoming, out, own, one, split)
 
-    def _through(self, given: tuple[int, Tensor | None, int, Tensor, Tensor]) -> tuple[Tensor | None, Tensor | None]:
+    def _through(
+        self, given: tuple[int, Tensor | None, Form | None, Tensor, Tensor]
+    ) -> tuple[Tensor | None, Tensor | None]:
         if not (self.context.recompute and self.trains):
             return self.stages.forward(*given)
         return checkpoint(self.stages.forward, *given, use_reentrant=False)  # type: ignore[return-value]

@@ -14,29 +14,15 @@ import torch
 from torch import Tensor
 
 from emu.parallel.pipeline.actions import SEND_F, Action, B, F
+from emu.parallel.pipeline.running.form import Form
 from emu.parallel.pipeline.running.releases import releases
 from emu.parallel.pipeline.schedule import Schedule
 from emu.spmd import EmuError, Rank
 from emu.spmd.words import tell, told
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128)
-
 NEVER = -1  # a position in no row
 
 Key = tuple[str, int, int]  # kind, stage, microbatch: of the receive
-
-
-class Form(NamedTuple):
-    """What an output is like.
-
-    Fields:
-        shape, dtype: of the tensor.
-        length: tokens of the whole sequence, where a rank has some of them; otherwise 0.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    length: int = 0
 
 
 class Expected(NamedTuple):
@@ -72,20 +58,20 @@ class Mail:
         self._sent: dict[int, list[Any]] = {}  # works, by the position in the row before which they are waited for
         self._taken: set[Key] = set()
 
-    def send(self, kind: str, stage: int, microbatch: int, tensor: Tensor, like: Any, length: int = 0) -> None:
+    def send(self, kind: str, stage: int, microbatch: int, tensor: Tensor, like: Any, form: Form | None = None) -> None:
         """Sends a stage's output to the next stage, or its input's gradient to the one before.
 
         Args:
             like: of the microbatch, what its receiver knows, too: its shape.
-            length: of an output: see Form.
+            form: of an output.
         """
         forward = kind == SEND_F
         other = stage + 1 if forward else stage - 1
         peer = self.places[other, microbatch]
-        if forward and (other, like) not in self._told:
+        if form is not None and (other, like) not in self._told:
             self._told.add((other, like))
             self._news.add(peer)
-            tell(self.forward, [other, DTYPES.index(tensor.dtype), length, *tensor.shape], peer)
+            tell(self.forward, [other, *form.words()], peer)
         group = self.forward if forward else self.backward
         work = group.send(tensor, peer, async_op=True, name=f"{stage}{kind[-1]}{microbatch}")
         due = self._releases[forward and peer in self._news].get(Action(stage, kind, microbatch), NEVER)
@@ -109,7 +95,7 @@ class Mail:
                         f"rank {self.rank} expected the shape of stage {stage}'s input, and heard of stage {words[0]}'s",
                         "every rank must run the same schedule, on batches of the same shape",
                     )
-                found = self._forms[stage, like] = Form(tuple(words[3:]), DTYPES[words[1]], words[2])
+                found = self._forms[stage, like] = Form.of(words[1:])
             return found
 
         self._expect(peer, Expected((F, stage, microbatch), form))
@@ -152,9 +138,9 @@ class Mail:
             work = group.recv(buffer, peer, async_op=True, name=f"{sender}{kind}{microbatch}")
             self._coming[key] = buffer, work
 
-    def length(self, stage: int, like: Any) -> int:
-        """Of the sequence in a stage's input that has come: see Form."""
-        return self._forms[stage, like].length
+    def form(self, stage: int, like: Any) -> Form:
+        """Of a stage's input that has come."""
+        return self._forms[stage, like]
 
     def take(self, kind: str, stage: int, microbatch: int) -> Tensor:
         """The input (F) or the gradient of the output (B) of a stage that was expected; the current stream waits for it."""
