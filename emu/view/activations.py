@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
-from emu.parallel.pipeline import Schedule, Timed, activations
+from emu.parallel.pipeline import Schedule, Timed, Times, activations
 from emu.view.bars import sample_ranks
-from emu.view.pipeline_bars import as_timed, held_bytes, pipeline_ranks, run_start_s, timed_run
+from emu.view.pipeline_bars import as_timed, held_bytes, pipeline_ranks, run_start_s, timed_run, unit_of
 from emu.view.style import CATEGORY_PAINTS, FAINT_INK, INK, drawing
 from emu.view.units import byte_unit, bytes_text, time_unit
 
@@ -34,6 +34,7 @@ def activations_figure(
     width: float = 11.0,
     title: str | None = None,
     timeline: Timeline | None = None,
+    times: Times | None = None,
 ) -> Figure:
     """Draws what activations every rank holds over time, a panel a rank on one scale, each with its peak.
 
@@ -46,13 +47,18 @@ def activations_figure(
         width: of the figure in inches.
         title: what stands before the highest peak; None: the schedule's name, or the run's cluster.
         timeline: of the run; None: `what.timeline()`, on its own cluster.
+        times: how long things take in a schedule; by default 1 for each of F, I and W, 2 for B. They move what is held,
+            and change no peak.
 
     Raises:
-        ValueError: no schedule, and no run of one; or a run on real devices, which record no memory.
+        ValueError: no schedule, and no run of one; a run on real devices, which record no memory; or times for what has
+            its own.
         ScheduleError: the schedule cannot run.
     """
     if isinstance(what, (Schedule, Timed)) or not hasattr(what, "timeline"):
-        lines, end, name, unit = _counted(what, weight_share)
+        lines, end, name, unit = _counted(what, weight_share, times)
+    elif times is not None:
+        raise ValueError("a run has its times; give times with a Schedule, not with a run")
     else:
         lines, end, name, unit = _measured(what, timeline)
     return _figure(lines, end, name if title is None else title, unit, width)
@@ -67,16 +73,15 @@ class _Unit(NamedTuple):
         return bytes_text(value * self.factor) if self.factor else f"{value:.4g}"
 
 
-def _counted(what: Schedule | Timed, weight_share: float) -> tuple[list[_Line], float, str, _Unit]:
-    timed = as_timed(what)
+def _counted(what: Schedule | Timed, weight_share: float, times: Times | None) -> tuple[list[_Line], float, str, _Unit]:
+    timed = as_timed(what, times)
     series = activations(timed, weight_share)
     # Where one backward stops and a forward starts, only what is held from then on is seen.
     lines = [
         _Line(rank, *np.array(list(dict(row).items()) or [(0, 0)], dtype=float).T) for rank, row in enumerate(series)
     ]
     name = getattr(what, "name", "a schedule")
-    time = "time" if isinstance(what, Timed) else "time (a forward of one microbatch on one stage = 1)"
-    return lines, timed.makespan, name, _Unit(time, "microbatches on a stage", 0.0)
+    return lines, timed.makespan, name, _Unit(f"time ({unit_of(what, times)})", "microbatches on a stage", 0.0)
 
 
 def _measured(run: Any, timeline: Timeline | None) -> tuple[list[_Line], float, str, _Unit]:

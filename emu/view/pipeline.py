@@ -9,7 +9,16 @@ import numpy as np
 
 from emu.parallel.pipeline import Schedule, Timed, Times
 from emu.parallel.pipeline.actions import COMPUTE, B, F, I, W
-from emu.view.pipeline_bars import as_timed, chunks_of, measured_times, pipeline_ranks, timed_run
+from emu.view.pipeline_bars import (
+    as_timed,
+    as_timeline,
+    check_ran,
+    chunks_of,
+    measured_times,
+    pipeline_ranks,
+    timed_run,
+    unit_of,
+)
 from emu.view.style import FAINT_INK, INK, drawing, ink_on
 from emu.view.units import percent_text, time_text, time_unit
 
@@ -66,31 +75,31 @@ def schedule_figure(
     """
     one = as_timed(schedule, times)
     name = title if title is not None else getattr(schedule, "name", "a schedule")
-    return _figure([_Panel(one, name, f"time ({_unit(schedule, times)})", 1.0, range(len(one.rows)), False)], width)
+    return _figure([_Panel(one, name, f"time ({unit_of(schedule, times)})", 1.0, range(len(one.rows)), False)], width)
 
 
 def run_schedule_figure(
-    timeline: Timeline, ranks: Sequence[int] | None = None, width: float = 11.0, title: str | None = None
+    timeline: Timeline | Any, ranks: Sequence[int] | None = None, width: float = 11.0, title: str | None = None
 ) -> Figure:
     """Draws the same of a run: when each action was done, with what kernels, transfers and waiting really cost.
 
     An action's bar goes from the start of its first kernel to the end of its last one; idle time is what lies between.
 
     Args:
-        timeline: of a run, or of a window of one, in which a Pipeline was at work.
+        timeline: of a run, or of a window of one, in which a Pipeline was at work; or that run or window itself.
         ranks: those of a pipeline, in its order; None: of the first one.
         width: of the figure in inches.
         title: what stands before makespan and bubble; None: the cluster.
 
     Raises:
-        ValueError: nothing in it is an action of a pipeline.
+        ValueError: it is no timeline, or nothing in it is an action of a pipeline.
     """
-    return _figure([_run_panel(timeline, ranks, title)], width)
+    return _figure([_run_panel(as_timeline(timeline), ranks, title)], width)
 
 
 def side_by_side(
     schedule: Schedule,
-    timeline: Timeline,
+    timeline: Timeline | Any,
     times: Times | None = None,
     width: float = 11.0,
     title: str | None = None,
@@ -98,16 +107,19 @@ def side_by_side(
     """Draws what a schedule says above what a run of it did, on one axis of time.
 
     Args:
-        schedule: what was run.
-        timeline: of the run, or of a window of it.
+        schedule: what was run: `pipe.schedule`, or the same made again.
+        timeline: of the run, or of a window of it, of one step; or that run or window itself.
         times: in seconds; None measures them in the run, the median of each stage's, with communication free. What the
             two pictures differ in is then what transfers cost, and microbatches that are unlike the others.
         width: of the figure in inches.
         title: what stands before makespan and bubble of the schedule; None: its name.
 
     Raises:
-        ValueError: nothing in the timeline is an action of a pipeline.
+        ValueError: no Schedule; nothing in the timeline is an action of a pipeline; or its ranks did something else than
+            the schedule says.
     """
+    timeline = as_timeline(timeline)
+    check_ran(schedule, timeline)
     run = _run_panel(timeline, None, None)
     said = as_timed(schedule, measured_times(run.timed, schedule) if times is None else times)
     what = "with the run's times, communication free" if times is None else "with the given times"
@@ -130,12 +142,6 @@ def _run_panel(timeline: Timeline, ranks: Sequence[int] | None, title: str | Non
     label = f"time from the first forward on ({unit})"
     name = f"the run on {timeline.cluster.name}" if title is None else title
     return _Panel(run, name, label, unit_s, ranks if ranks is not None else pipeline_ranks(timeline))
-
-
-def _unit(schedule: Any, times: Times | None) -> str:
-    """What an axis of a pure schedule counts in."""
-    given = "in the unit of the given times"
-    return given if times is not None or isinstance(schedule, Timed) else "a forward of one microbatch on one stage = 1"
 
 
 def heading(panel: _Panel) -> str:

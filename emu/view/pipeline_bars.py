@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from emu.cost.timeline import Timeline
     from emu.trace.memory import Memory
 
+_NO_ACTIONS = (
+    "no action of a pipeline is marked in this timeline: it needs a run in which emu.parallel.Pipeline computed "
+    "a batch, and if it is a window of one, a window around that"
+)
 _ACTION = re.compile(r"\d+[FBIW]\d+", re.ASCII)
 # Of kernels. What runs outside of modules may follow the last action: sums of gradients, clipping.
 _PHASES = {F: ("forward", "recompute"), B: ("backward", "recompute")}
@@ -37,6 +41,71 @@ def as_timed(what: Schedule | Timed, times: Times | None = None) -> Timed:
             f"{type(what).__name__} is no schedule: give one, as of make('1f1b', 4, 8), or what timed(schedule) returned"
         )
     return timed(what, times)
+
+
+def unit_of(schedule: Any, times: Times | None) -> str:
+    """What an axis of a pure schedule counts in."""
+    given = "in the unit of the given times"
+    return given if times is not None or isinstance(schedule, Timed) else "a forward of one microbatch on one stage = 1"
+
+
+def as_timeline(what: Any) -> Timeline:
+    """A timeline; of a run, its own.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    from emu.cost.timeline import Timeline
+
+    if isinstance(what, Timeline):
+        return what
+    if not hasattr(what, "timeline"):
+        raise ValueError(
+            f"{type(what).__name__} is no timeline: give run.timeline(), or the run (a window of it) itself"
+        )
+    return what.timeline()
+
+
+def check_ran(schedule: Any, timeline: Timeline) -> None:
+    """Refuses what is no schedule, and one of which this was no run: every rank must have done its row's actions, once.
+
+    Pairs count as their parts, one after the other.
+
+    Raises:
+        ValueError: says which rank did what else.
+    """
+    ranks = pipeline_ranks(timeline)
+    did = [_marked(timeline, rank) for rank in ranks]
+    if not any(did):
+        raise ValueError(_NO_ACTIONS)
+    if not isinstance(schedule, Schedule):
+        microbatches = len({re.split("[FBIW]", one)[1] for row in did for one in row})
+        what = repr(schedule) if isinstance(schedule, str) else type(schedule).__name__
+        name = schedule if isinstance(schedule, str) else "1f1b"
+        raise ValueError(
+            f"{what} is no Schedule: give the one that was run, as pipe.schedule or "
+            f"make({name!r}, {len(ranks)}, {microbatches})"
+        )
+    if len(ranks) != schedule.ranks:
+        raise ValueError(
+            f"{schedule.name} has {schedule.ranks} ranks, and the timeline's pipeline {len(ranks)}, {ranks}: "
+            "give the schedule that was run"
+        )
+    for rank, row, want in zip(ranks, did, schedule.rows):
+        said = [str(part) for action in want for part in action.each() if part.kind in COMPUTE]
+        if row == said:
+            continue
+        if said and len(row) > len(said) and row == said * (len(row) // len(said)):
+            raise ValueError(
+                f"the timeline has {len(row) // len(said)} steps of {schedule.name}, and a picture is of one: give a window "
+                "of the run, run.window(mark, next_mark).timeline(), where the program says rank.mark(...) before each step"
+            )
+        at = next((i for i, (a, b) in enumerate(zip(row, said)) if a != b), min(len(row), len(said)))
+        ran, asked = (words[at] if at < len(words) else "nothing more" for words in (row, said))
+        raise ValueError(
+            f"this was no run of {schedule.name}: as action {at} (counted from 0) rank {rank} did {ran}, and the schedule "
+            f"says {asked}. Give the schedule that was run, with its microbatches and chunks, and a window of one whole step"
+        )
 
 
 def pipeline_ranks(timeline: Timeline) -> list[int]:
@@ -81,10 +150,7 @@ def _rows(timeline: Timeline, ranks: Sequence[int] | None) -> list[list[tuple[fl
     _known(timeline, ranks)
     rows = [_row(timeline, rank) for rank in ranks]
     if not any(rows):
-        raise ValueError(
-            "no action of a pipeline is marked in this timeline: it needs a run in which emu.parallel.Pipeline computed "
-            "a batch, and if it is a window of one, a window around that"
-        )
+        raise ValueError(_NO_ACTIONS)
     return rows
 
 
@@ -96,6 +162,12 @@ def _known(timeline: Timeline, ranks: Sequence[int]) -> None:
     for rank in ranks:
         if rank not in timeline.trace.events:
             raise ValueError(f"the timeline has no rank {rank}; it has {sorted(timeline.trace.events)}")
+
+
+def _marked(timeline: Timeline, rank: int) -> list[str]:
+    """The actions that a rank's marks name, in order: also those without a kernel."""
+    events = timeline.trace.events[rank]
+    return [event.name for event in events if type(event) is Mark and _ACTION.fullmatch(event.name)]
 
 
 def _row(timeline: Timeline, rank: int) -> list[tuple[float, float, Action]]:

@@ -165,7 +165,7 @@ def test_a_grid_as_one_sees_it():
 def test_the_readme_says_what_schedules_cost():
     text = (Path(__file__).resolve().parents[2] / "README.md").read_text()
     rows = re.findall(r"^\| `(\S+)` \|.*?\| (\S+) % \| (\S+) \|", text, re.M)
-    assert [name for name, *_ in rows if name not in SCHEDULES] == [] and len(rows) == 10
+    assert len(rows) == len(SCHEDULES) and {name for name, *_ in rows} == set(SCHEDULES)
     for name, bubble, held in rows:
         schedule = make(name, 4, 16, 2 if name == "interleaved" else 1)
         share = 4 / schedule.stages  # of a quarter of the model
@@ -243,6 +243,56 @@ def test_with_a_runs_own_times_a_schedule_takes_as_long_but_for_transfers(name):
     assert timed(schedule, Times()).makespan > 100 * free  # the control: other times
 
 
+def test_a_schedule_that_was_not_run_is_not_drawn_above_a_run():
+    timeline = ran("zb-h1").timeline()
+    assert side_by_side(make("zb-h1", 2, 3), timeline).axes  # the control
+    with pytest.raises(ValueError, match=r"no run of 1f1b: as action 2.* rank 0 did 0I0, and the schedule says 0B0"):
+        side_by_side(make("1f1b", 2, 3), timeline)
+    with pytest.raises(ValueError, match="rank 0 did 0I2, and the schedule says 0F3"):
+        side_by_side(make("zb-h1", 2, 4), timeline)
+    with pytest.raises(ValueError, match="1f1b has 4 ranks, and the timeline's pipeline 2"):
+        side_by_side(make("1f1b", 4, 3), timeline)
+    with pytest.raises(ValueError, match=r"'zb-h1' is no Schedule: .*make\('zb-h1', 2, 3\)"):
+        side_by_side("zb-h1", timeline)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="Timed is no Schedule"):
+        side_by_side(timed(make("zb-h1", 2, 3)), timeline)  # type: ignore[arg-type]
+
+
+def test_a_picture_is_of_one_step():
+    def steps(rank):
+        with torch.device(rank.device):
+            model, x = Decoder(CONFIG), torch.zeros(2, 128, dtype=torch.long)
+        pipe = Pipeline(model, rank, schedule="1f1b", microbatches=2)
+        for _ in range(2):
+            pipe.backward(emu.Batch(x, x, tokens=x.numel()))
+            pipe.zero_grad()
+
+    run = emu.launch(steps, emu.Mesh(pp=2), backend="shape")
+    with pytest.raises(ValueError, match="has 2 steps of 1f1b, and a picture is of one"):
+        side_by_side(make("1f1b", 2, 2), run)
+    assert run_schedule_figure(run).axes
+
+
+def test_pairs_of_a_schedule_are_found_in_its_run():
+    def step(rank):
+        with torch.device(rank.device):
+            model, x = Decoder(CONFIG), torch.zeros(8, 128, dtype=torch.long)
+        Pipeline(model, rank, schedule="dualpipe", microbatches=8).backward(emu.Batch(x, x, tokens=x.numel()))
+
+    run, schedule = emu.launch(step, emu.Mesh(pp=2), backend="shape"), make("dualpipe", 2, 8)
+    assert any(action.parts for row in schedule.rows for action in row)
+    above, below = side_by_side(schedule, run).axes
+    assert len(drawn(above)) == len(drawn(below))
+
+
+def test_a_run_is_taken_for_its_timeline():
+    run = ran()
+    assert drawn(run_schedule_figure(run).axes[0]) == drawn(run_schedule_figure(run.timeline()).axes[0])
+    for draw in (run_schedule_figure, lambda it: side_by_side(make("zb-h1", 2, 3), it)):
+        with pytest.raises(ValueError, match="str is no timeline"):
+            draw("1f1b")
+
+
 def test_a_timeline_without_a_pipeline_says_so(make):
     with pytest.raises(ValueError, match="no action of a pipeline is marked"):
         run_schedule_figure(make.priced())
@@ -258,6 +308,9 @@ def test_what_is_no_schedule_is_refused():
             draw("1f1b")
     with pytest.raises(ValueError, match="has its times"):
         schedule_figure(timed(make("1f1b", 2, 2)), Times())
+    for it in (timed(make("1f1b", 2, 2)), ran()):
+        with pytest.raises(ValueError, match="has its times"):
+            activations_figure(it, times=Times())
     with pytest.raises(ScheduleError):
         schedule_figure(Schedule.parse("0B0 0F0"))
 
@@ -278,6 +331,15 @@ def test_activations_of_a_schedule_peak_as_they_are_counted(schedule, share):
     assert [float(axes.lines[0].get_ydata().max()) for axes in figure.axes] == want
     assert all(axes.lines[0].get_ydata()[-1] == 0 for axes in figure.axes)  # all is freed at the end
     assert peaks(activations_figure(make_more(schedule), share)) != want
+
+
+@given(st.sampled_from(["gpipe", "1f1b", "zb-h1"]), st.sampled_from([Times(2, 1, 1), Times(1, 3, 0.5)]))
+def test_activations_lie_where_the_times_say(name, times):
+    schedule = make(name, 3, 5)
+    figure, plain = activations_figure(schedule, times=times), activations_figure(schedule)
+    assert peaks(figure) == peaks(plain)
+    assert figure.axes[0].get_xlim()[1] == timed(schedule, times).makespan != plain.axes[0].get_xlim()[1]
+    assert "the given times" in figure.axes[-1].get_xlabel() and "given" not in plain.axes[-1].get_xlabel()
 
 
 def make_more(schedule):
