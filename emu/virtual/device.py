@@ -182,7 +182,7 @@ class VirtualDevice:
         self.rendezvous.scheduler.before_communication(self.rank)
         line = self.rendezvous.line_of() + handling()
         seq = self._sequence[group.key] = self._sequence.get(group.key, -1) + 1
-        stream = self._communicates(group.label)
+        stream = self._communicates(group.label, self._synchronous.depth > 0)
         what = f"{group.label}.{call.kind} number {seq}"
         self._works += 1
         work = self._works
@@ -200,12 +200,12 @@ class VirtualDevice:
     def messages(self, group: Group, messages: list[Message]) -> Work:
         self.rendezvous.scheduler.before_communication(self.rank)
         line, parts, queues = self.rendezvous.line_of() + handling(), [], []
-        alone = self._synchronous.depth and len(messages) == 1
+        alone = self._synchronous.depth > 0 and len(messages) == 1
         for m in messages:
             me, peer = self.rank, group.members[m.peer]
             sends = m.kind == "send"
             # Each direction of a pair has its own queue, so that grouped and asynchronous messages do not wait for each other.
-            stream = self.stream_now if alone else self._queue(f"{group.label}{'->' if sends else '<-'}{peer}")
+            stream = self._communicates(f"{group.label}{'->' if sends else '<-'}{peer}", alone)
             pair = (group.key, me, peer) if sends else (group.key, peer, me)
             seq = self._sequence[(*pair, m.kind)] = self._sequence.get((*pair, m.kind), -1) + 1
             self._works += 1
@@ -235,17 +235,19 @@ class VirtualDevice:
 
     def _issued(self, stream: VirtualStream, item: Meeting | Half, what: str, line: str) -> None:
         if not item.done and not self._synchronous.depth:
-            if self.tracker is None:
-                stream.tick += 1  # else every use of a buffer counts
             self._under_way.append((stream.name, stream.tick, item, what, line))
 
-    def _communicates(self, label: str) -> VirtualStream:
-        return self.stream_now if self._synchronous.depth else self._queue(label)
+    def _communicates(self, name: str, here: bool) -> VirtualStream:
+        """Where a communication takes place: here on the current stream, or on one that waits for what this was given.
 
-    def _queue(self, name: str) -> VirtualStream:
-        """A communication stream, which waits for what the current stream was given before."""
-        stream = self.stream(name)
-        stream.merge(self.stream_now.point())
+        Each gets its own tick of its stream, whether or not it uses bytes that anyone notes: an empty tensor has none.
+        Without a tick, whoever waited for what the stream was given before would wait for this, too.
+        """
+        stream = self.stream_now if here else self.stream(name)
+        if not here:
+            stream.merge(self.stream_now.point())
+        if self.many_streams:
+            stream.tick += 1
         return stream
 
     def _use(self, x: Tensor | None, stream: VirtualStream, writes: bool, what: str, line: str) -> None:
@@ -258,7 +260,6 @@ class VirtualDevice:
             if block is None:
                 return
         if self.many_streams:
-            stream.tick += 1
             check_use(self, block, stream, x, writes, what, line)
 
 
