@@ -7,7 +7,7 @@ that call's first argument is the stage's output. All other arguments must follo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from itertools import count
 from typing import Any
 
@@ -15,105 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from emu.parallel.pipeline.division.units import Unit
-from emu.parallel.pipeline.running.elsewhere import Elsewhere, becomes, elsewhere, here
-from emu.parallel.pipeline.running.form import DTYPES, Form
+from emu.parallel.pipeline.running.elsewhere import Elsewhere
+from emu.parallel.pipeline.running.form import Form
+from emu.parallel.pipeline.running.passing import Leaves, Pass, disorder
+from emu.parallel.pipeline.running.placing import empty, guard, place
 from emu.parallel.pipeline.schedule import Schedule
-from emu.parallel.tensor.arguments import first_of, with_first
 from emu.parallel.tensor.held import Held, Sharding
 from emu.spmd import EmuError, Layout, Only, Rank
-
-
-class Leaves(BaseException):
-    """A stage is over: the next one's first unit was called. No Exception, so that no model catches it."""
-
-    def __init__(self, output: Tensor) -> None:
-        super().__init__()
-        self.output = output
-
-
-class Pass:
-    """One forward of one stage.
-
-    Args:
-        stage: which.
-        incoming: what the stage before sent; None on the first stage.
-        form: what is known of it, and of what the units before returned.
-        known: of every unit of this stage that was called, by its number: the shape and dtype that it returned.
-    """
-
-    def __init__(self, stage: int, incoming: Tensor | None, form: Form | None) -> None:
-        self.stage, self.incoming, self.form = stage, incoming, form
-        self.entered = False
-        self.known: dict[int, tuple[tuple[int, ...], torch.dtype] | None] = {}
-
-    def call(self, unit: Placed, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What a unit's call comes to on this stage."""
-        args, kwargs = here(args), here(kwargs)
-        if any(type(value) in (list, dict, set) for value in (*args, *kwargs.values())):
-            raise EmuError(
-                f"{unit.path} is given a list, a dict or a set, into which it may write: other stages would not see it",
-                "return what later modules need, and pass tensors or tuples",
-            )
-        if unit.stage < self.stage:
-            return self._elsewhere(unit)
-        if unit.stage > self.stage:
-            raise Leaves(self._sent(unit, args, kwargs))
-        if not self.entered and self.incoming is not None:
-            incoming = self.incoming
-            if incoming.requires_grad and not torch.is_grad_enabled():
-                raise EmuError(
-                    f"{unit.path} is called without gradients, as within a reentrant checkpoint: nothing before it would learn",
-                    "say checkpoint(..., use_reentrant=False), or Pipeline(recompute=True), which does the same for all",
-                )
-            args, kwargs = with_first(unit.path, unit.first, args, kwargs, lambda there: becomes(there, incoming))
-        self.entered = True
-        if lacking := [value for value in (*args, *kwargs.values()) if isinstance(value, Elsewhere)]:
-            raise EmuError(
-                f"{unit.path} needs {lacking[0]._whose}, which lies before stage {self.stage} and was not sent to it: only the "
-                "first argument of a stage's first module is",
-                "let the stage begin elsewhere, so that both lie on one; or pass both as one tensor",
-            )
-        out = run(*args, **kwargs)
-        single = isinstance(out, Tensor) and out.dtype in DTYPES
-        self.known[unit.number] = (tuple(out.shape), out.dtype) if single else None
-        return out
-
-    def _elsewhere(self, unit: Placed) -> Elsewhere:
-        """What a unit of an earlier stage returned there."""
-        if self.entered:
-            raise _disorder(f"{unit.path} (stage {unit.stage}) is called after modules of stage {self.stage}")
-        assert self.incoming is not None and self.form is not None
-        known = self.form.units[unit.number]
-        if known is None:
-            raise EmuError(
-                f"{unit.path} returns no single tensor of activations, so stage {self.stage} cannot do without it",
-                "let layers return one tensor each, or let no stage begin after this one",
-            )
-        return elsewhere(known[0], known[1], self.incoming.device, f"the output of {unit.path}")
-
-    def _sent(self, unit: Placed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """The stage's output: the first argument of the next stage's first unit."""
-        if unit.stage != self.stage + 1 or not self.entered:
-            raise _disorder(f"stage {self.stage} calls {unit.path}, which lies on stage {unit.stage}")
-        found: list[Any] = []
-        with_first(unit.path, unit.first, args, kwargs, found.append)
-        sent = found[0]
-        if not isinstance(sent, Tensor) or isinstance(sent, Elsewhere) or not differentiable(sent):
-            raise EmuError(
-                f"the first argument of {unit.path} is no tensor of activations that stage {self.stage} could send",
-                "let stages begin at modules whose first argument brings all activations",
-            )
-        return sent
-
-
-class Placed(nn.Module):
-    """What is mixed into the class of every unit."""
-
-    stage: int
-    path: str
-    first: str
-    number: int  # in the order of all units
-    of: Stages
 
 
 class Stages:
@@ -149,17 +57,10 @@ class Stages:
         for stage, some in enumerate(units):
             for unit in some:
                 if stage not in self.mine:
-                    _empty(unit, stage, kept)
-                self._place(unit, stage, next(numbers))
-        _guard(model, self)
+                    empty(unit, stage, kept)
+                place(unit, stage, next(numbers), self)
+        guard(model, self)
         self.parameters = {stage: [p for u in units[stage] for p in u.module.parameters()] for stage in self.mine}
-
-    def _place(self, unit: Unit, stage: int, number: int) -> None:
-        module: Any = unit.module
-        first = first_of(module)
-        module.__class__ = _placed(type(module))
-        # Past nn.Module's __setattr__, which knows of parameters and modules only.
-        vars(module).update(stage=stage, path=unit.path, first=first, number=number, of=self)
 
     def form_of(self, output: Tensor, before: Form | None) -> Form:
         """What is known of the output of the forward that has just run.
@@ -209,9 +110,9 @@ class Stages:
         finally:
             self.under_way = None
         if stage != self.last:
-            raise _disorder(f"the loss was reached on stage {stage} of {self.last + 1}")
+            raise disorder(f"the loss was reached on stage {stage} of {self.last + 1}")
         if isinstance(loss, Elsewhere):
-            raise _disorder(f"no module of the last stage ({stage}) was called")
+            raise disorder(f"no module of the last stage ({stage}) was called")
         return None, loss
 
     def _check_nothing_kept(self, stage: int) -> None:
@@ -228,32 +129,6 @@ class Stages:
                         "give the model balance_sum(y), which returns what its layers add to the summed loss, and None if "
                         "nothing; detach what is no part of the loss",
                     )
-
-
-def _call(self: Any, *args: Any, **kwargs: Any) -> Any:
-    now = self.of.under_way
-    if now is None and torch._C._current_graph_task_id() >= 0:  # a checkpoint computes it again
-        plain: Any = super(type(self), self)
-        return plain.__call__(*here(args), **here(kwargs))
-    if now is None:
-        raise EmuError(
-            f"{self.path} lies on stage {self.stage} of a pipeline, and was called outside of it",
-            "call .backward(batch) or .evaluate(batch) of the Pipeline",
-        )
-    plain = super(type(self), self)
-    return now.call(self, plain.__call__, args, kwargs)
-
-
-_classes: dict[type, type] = {}
-
-
-def _placed(cls: type) -> type:
-    """A module class whose calls depend on the stage under way."""
-    if cls not in _classes:
-        _classes[cls] = type(
-            cls.__name__, (cls,), {"__call__": _call, "__module__": cls.__module__, "__doc__": cls.__doc__}
-        )
-    return _classes[cls]
 
 
 def _holders(model: nn.Module, units: Sequence[Sequence[Unit]], schedule: Schedule) -> dict[str, tuple[int, ...]]:
@@ -290,66 +165,3 @@ def _held(model: nn.Module, rank: Rank, holders: dict[str, tuple[int, ...]], sha
         out.regions, out.tokens = list(sharding.regions), sharding.tokens
     model.cut_inside = out  # type: ignore[assignment]
     return out
-
-
-def _empty(unit: Unit, stage: int, kept: set[int]) -> None:
-    """Drops parameters that no unit of this rank uses, and buffers. Whoever asks for them is told."""
-    for part in unit.module.modules():
-        gone = [name for name, p in part._parameters.items() if p is not None and id(p) not in kept]
-        for name in gone:
-            del part._parameters[name]
-        names = (*gone, *part._buffers)
-        part._buffers.clear()
-        if names:
-            part.__class__ = _emptied(type(part))
-            vars(part).update(gone=names, where=f"{unit.path} (stage {stage})")
-
-
-_emptied_classes: dict[type, type] = {}
-
-
-def _emptied(cls: type) -> type:
-    """A module class that says so when it is asked for what is on another stage."""
-
-    def gone(self: Any, name: str) -> Any:
-        if name in vars(self)["gone"]:
-            raise EmuError(
-                f"{name!r} of {vars(self)['where']} is read outside of that module, on a stage that does not have it",
-                "read it within its module's own forward; to tie weights, let two modules share one: "
-                "head.weight = embedding.weight",
-            )
-        plain: Any = cls
-        return plain.__getattr__(self, name)
-
-    if cls not in _emptied_classes:
-        about = {"__getattr__": gone, "__module__": cls.__module__, "__doc__": cls.__doc__}
-        _emptied_classes[cls] = type(cls.__name__, (cls,), about)
-    return _emptied_classes[cls]
-
-
-def _guard(model: nn.Module, stages: Stages) -> None:
-    """A loss that reads all of the model's parameters would read those of one stage: it is told."""
-    cls: Any = type(model)
-
-    def named_parameters(self: Any, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        yield from cls.named_parameters(self, *args, **kwargs)
-        if stages.under_way is not None and stages.last:  # to look at the first of them, say for a dtype, is no harm
-            raise EmuError(
-                f"loss_sum reads all parameters of {cls.__name__}, of which stage {stages.under_way.stage} has its own alone",
-                "leave terms over parameters to the optimizer (weight_decay), or compute them in the modules that have them",
-            )
-
-    about = {"named_parameters": named_parameters, "__module__": cls.__module__, "__doc__": cls.__doc__}
-    model.__class__ = type(cls.__name__, (cls,), about)
-
-
-def differentiable(t: Tensor) -> bool:
-    return t.is_floating_point() or t.is_complex()
-
-
-def _disorder(what: str) -> EmuError:
-    return EmuError(
-        what,
-        "stages follow the order in which modules are registered, and must be called in it: say where stages begin by the "
-        "names of modules, or register them in the order of their use",
-    )
