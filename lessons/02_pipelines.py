@@ -30,8 +30,17 @@ from IPython.display import Image, display
 import emu
 from emu.models import Config, Decoder
 from emu.parallel import Pipeline
-from emu.parallel.pipeline import Action, Schedule, Times, check, grid, peak_activations, timed
-from emu.parallel.pipeline.schedules import make
+from emu.parallel.pipeline import (
+    Action,
+    Schedule,
+    Times,
+    check,
+    grid,
+    layers_by_cost,
+    make,
+    peak_activations,
+    timed,
+)
 from emu.spmd import EmuError
 from emu.view import activations_figure, png_bytes, schedule_figure, side_by_side
 from emu.view.units import bytes_text
@@ -129,7 +138,9 @@ for v in (1, 2, 4):
     print(f"v={v}: idle {idle:g} = {P - 1} x 3 / {v}, {held:g} microbatches held, each passed on {hops} times forward")
 
 # %% [markdown]
-# `(p - 1)(F + B) / v`. Each microbatch is handed on about `v` times as often, though, and the first rank holds more.
+# `(p - 1)(F + B) / v`. Each microbatch is handed on about `v` times as often, though. And the first rank runs further
+# ahead than 1F1B's, by `p - 1` forwards, so it holds more: `p + (p - 1) / v` microbatches, 5.5 or 4.75 in place of 4. With
+# shorter stages these forwards are shorter, too.
 #
 # ## 4. Zero bubble: move what nobody waits for
 #
@@ -146,8 +157,9 @@ idle = timed(h1).makespan - timed(h1).busy(0)
 print(f"idle {idle:g}: (p-1)(F + I - W) = {(P - 1) * (1 + 1 - 1)}; holds {peak_activations(h1, weight_share=0.5)}")
 
 # %% [markdown]
-# A third of 1F1B's, and no rank holds more than 1F1B's first one. (What `I` leaves for `W` is counted as half a
-# microbatch.) With twice the memory, the first ranks can run ahead so far that no hole is left at all: ZB-H2.
+# A third of 1F1B's, and no rank holds more than 1F1B's first one, though later ranks hold more than they did: what
+# waits for its `W` stays. (What `I` leaves for `W` is counted as half a microbatch.) With twice the memory, the first
+# ranks can run ahead so far that no hole is left at all: ZB-H2.
 #
 # **Predict:** ranks still start one after the other. How can the bubble be zero?
 
@@ -184,9 +196,10 @@ print("holes:", [what.span(r) - what.busy(r) for r in range(P)])
 
 # %% [markdown]
 # All hold the same, as much as 1F1B's first rank, and no hole is left. There is no free lunch in it: that holds where
-# F, I and W are equally long, and each microbatch is handed on twice as often. All at once, with equal work. (The
-# bubble counts a rank's waiting before its first action and after its last one, too; holes are only what lies between
-# them.)
+# F, I and W are equally long, and each microbatch is handed on twice as often.
+#
+# Here are all schedules beside each other, 16 microbatches, every rank with the same work. (The bubble counts a rank's
+# waiting before its first action and after its last one, too; holes are only what lies between them.)
 
 # %%
 for name in ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min"):
@@ -228,20 +241,25 @@ for name, chunks in (("1f1b", 1), ("zb-v", 2)):
 large = Config(layers=8, width=2048, heads=16, vocab=32_768, seq=1024)
 
 
-def step(rank, schedule):
+def step(rank, schedule, stages="even"):
     with torch.device(rank.device):
         model = Decoder(large)
         tokens = torch.zeros(M, 1024, dtype=torch.long)
-    pipe = Pipeline(model, rank, schedule=schedule, microbatches=M)
+    example = (tokens[:1], tokens[:1])  # one microbatch, to measure layers with, where they are cut by cost
+    pipe = Pipeline(model, rank, schedule=schedule, microbatches=M, stages=stages, example=example)
     rank.mark("step")
     pipe.backward(emu.Batch(tokens, tokens, tokens=tokens.numel()))
     rank.mark("end")
 
 
+def launched(*asked):
+    run = emu.launch(step, emu.Mesh(pp=P), backend="shape", precision="bf16-mixed", launch_mode="graph", args=asked)
+    return run.window("step", "end")
+
+
 runs = {}
 for name in ("1f1b", "zb-h1"):
-    run = emu.launch(step, emu.Mesh(pp=P), backend="shape", precision="bf16-mixed", launch_mode="graph", args=(name,))
-    runs[name] = run.window("step", "end")
+    runs[name] = launched(name)
     show(side_by_side(make(name, P, M), runs[name].timeline()))
 
 # %%
@@ -254,8 +272,32 @@ print(f"zb-h1 is {faster:.2f} times as fast as 1f1b")
 
 # %% [markdown]
 # The slowest stage sets the pace, and all others wait for it, every microbatch: that is imbalance, not the bubble, and
-# no schedule mends it; zb-h1 shortens a microbatch's way back, so it helps even here. `Pipeline(stages="cost")` or a
-# list of layers per stage does. Transfers hardly show.
+# no schedule mends it; zb-h1 shortens a microbatch's way back, so it helps even here. Transfers hardly show.
+#
+# Look at the last ranks' activations, too. Section 4 counted microbatches of stages that are alike, and there no rank of
+# zb-h1 held more than 1F1B's first. But its last rank holds 2.5 of them where 1F1B's holds one, and here the head's large
+# outputs come on top: so the last rank of zb-h1 needs the most of all. Where memory is short, count bytes.
+#
+# What does mend imbalance is another cut: a list of layers per stage, or `stages="cost"`, which chooses one so that the
+# stage with the most flops has as few as possible. It measures a microbatch's shapes, so it needs an `example`.
+#
+# **Predict:** how many layers should the last stage give away, and to which stage? Which of the two cuts by hand is
+# better: is an embedding free?
+
+# %%
+with torch.device("meta"):  # only shapes count
+    tokens = torch.zeros(1, 1024, dtype=torch.long)
+    print("by cost, layers per stage:", layers_by_cost(Decoder(large), P, (tokens, tokens)))
+even = runs["1f1b"].metrics.step_time_s
+for cut in ("even", "cost", [3, 2, 2, 1], [2, 3, 2, 1]):
+    took = even if cut == "even" else launched("1f1b", cut).metrics.step_time_s
+    print(f"1f1b, stages={cut!s:13} {1000 * took:.1f} ms, {even / took:.2f} times as fast as even")
+
+# %% [markdown]
+# More than half of that waiting goes; some is left because layers are whole, so that one stage still has more than the
+# others. Nor do flops tell all: looking up an embedding and adding to its gradient, norms, softmax and the loss take
+# bytes rather than products, and a product may fill a chip well or badly. So measure the cuts near to the one by cost, as
+# here.
 #
 # ## 8. Your own schedule
 #
@@ -302,10 +344,7 @@ print("2.", judge(hasty, idle=9, held=4))
 # rank have ahead?). Then with `idle=5, held=4`: less waiting than 1F1B at its memory. Write `I` and `W` in place of
 # `B`, and look at what you did with `print(grid(Schedule.of(mine, 4, 8)))`.
 #
-# A solution to the second part, if you want to compare: ZB-H1, in emu/parallel/pipeline/schedules.
-
-# %%
-print("3.", judge(lambda *asked: make("zb-h1", *asked[1:]).rows[asked[0]], idle=5, held=4))
+# To compare with, when you are done: one of the schedules of section 5's list reaches both.
 
 # %% [markdown]
 # ## What to remember
@@ -313,11 +352,13 @@ print("3.", judge(lambda *asked: make("zb-h1", *asked[1:]).rows[asked[0]], idle=
 # * The bubble is the way down and back: `(p - 1)(F + B)`, whatever the number of microbatches.
 # * 1F1B keeps it, and holds `p` microbatches instead of all; chunks divide it by `v`; `W` fills it.
 # * A V gives every rank early and late stages, so all hold the same.
-# * What no schedule mends: stages that are not alike.
+# * What no schedule mends: stages that are not alike. Another cut does.
 #
 # ## Try it yourself
 #
 # 1. `Times(1, 1, 0.5)`: what becomes of zb-h2's and zb-v's holes, and why?
 # 2. `Times(communication=0.5)`: which schedule suffers most?
 # 3. `make("dualpipe", 4, 16)`: read its picture. Which ranks hold a stage twice, and what is it good for?
-# 4. In section 7, cut by cost (`stages="cost"`). How much of the waiting goes?
+# 4. In section 7, cut zb-h1 by cost as well: `launched("zb-h1", "cost")`. (A Pipeline of your own needs
+#    `stages="cost", example=(x[:1], y[:1])`: without an example there is nothing to measure.) What is left of its lead?
+#    And what does `stages="memory"` cut for, what does it cost?
