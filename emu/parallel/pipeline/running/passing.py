@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from emu.parallel.pipeline.running.elsewhere import Elsewhere, becomes, elsewhere, here
 from emu.parallel.pipeline.running.form import DTYPES, Form
 from emu.parallel.tensor.arguments import with_first
 from emu.spmd import EmuError
-
-if TYPE_CHECKING:
-    from emu.parallel.pipeline.running.placing import Placed
 
 
 class Leaves(BaseException):
@@ -23,6 +20,23 @@ class Leaves(BaseException):
     def __init__(self, output: Tensor) -> None:
         super().__init__()
         self.output = output
+
+
+class Staged(Protocol):
+    """A model in stages: which pass is under way, if one is, and the number of the last stage."""
+
+    under_way: Pass | None
+    last: int
+
+
+class Placed(nn.Module):
+    """What is mixed into the class of every unit."""
+
+    stage: int
+    path: str
+    first: str
+    number: int  # in the order of all units
+    of: Staged
 
 
 class Pass:

@@ -3,31 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from emu.parallel.pipeline.division.units import Unit
 from emu.parallel.pipeline.running.elsewhere import here
+from emu.parallel.pipeline.running.passing import Staged
 from emu.parallel.tensor.arguments import first_of
 from emu.spmd import EmuError
 
-if TYPE_CHECKING:
-    from emu.parallel.pipeline.running.stages import Stages
 
-
-class Placed(nn.Module):
-    """What is mixed into the class of every unit."""
-
-    stage: int
-    path: str
-    first: str
-    number: int  # in the order of all units
-    of: Stages
-
-
-def place(unit: Unit, stage: int, number: int, stages: Stages) -> None:
+def place(unit: Unit, stage: int, number: int, stages: Staged) -> None:
     """From now on the unit's calls depend on the stage under way."""
     module: Any = unit.module
     first = first_of(module)
@@ -97,7 +85,7 @@ def _emptied(cls: type) -> type:
     return _emptied_classes[cls]
 
 
-def guard(model: nn.Module, stages: Stages) -> None:
+def guard(model: nn.Module, stages: Staged) -> None:
     """A loss that reads all of the model's parameters would read those of one stage: it is told."""
     cls: Any = type(model)
 
