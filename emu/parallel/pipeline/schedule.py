@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from emu.parallel.pipeline.actions import COMPUTE, Action, F, parse
 from emu.spmd import EmuError, PlanError
@@ -13,6 +14,7 @@ from emu.spmd import EmuError, PlanError
 Generator = Callable[
     [int, int, int, int], Iterator[Action]
 ]  # (rank, ranks, microbatches, chunks) -> that rank's actions
+IDLE = "-"  # as text, a rank that does nothing: a blank line could be anything
 
 
 @dataclass(frozen=True, repr=False)
@@ -82,30 +84,41 @@ class Schedule:
         )
 
     def __str__(self) -> str:
-        """A line a rank, actions apart by spaces; `Schedule.parse` reads it."""
-        return "\n".join(" ".join(map(str, row)) for row in self.rows)
+        """A line a rank, actions apart by spaces, - for a rank that does nothing; `Schedule.parse` reads it."""
+        return "\n".join(" ".join(map(str, row)) or IDLE for row in self.rows)
 
     @classmethod
     def parse(cls, text: str, name: str = "a schedule") -> Schedule:
-        """The schedule that a text says: a line a rank, actions apart by spaces.
+        """The schedule that a text says: a line a rank, actions apart by spaces, - for a rank that does nothing.
+
+        Blank lines before the first rank and after the last, as around a text in triple quotes, are no ranks.
 
         Raises:
-            EmuError: a word that is no action; says in which line.
+            EmuError: a word that is no action, or a blank line between ranks; says which line. No text at all.
         """
-        return cls(tuple(_row(line.split(), rank) for rank, line in enumerate(text.strip().splitlines())), name)
+        lines = _lines(text, "parse")
+        first = next((n for n, line in enumerate(lines) if line.strip()), len(lines))
+        _no_blanks(lines[first:], first, IDLE)
+        rows = (("" if line.strip() == IDLE else line).split() for line in lines[first:])
+        return cls(tuple(_row(row, rank, first + rank) for rank, row in enumerate(rows)), name)
 
     def to_csv(self) -> str:
-        """As torch.distributed.pipelining writes it: a line a rank, actions apart by commas."""
-        return "".join(",".join(map(str, row)) + "\n" for row in self.rows)
+        """As torch.distributed.pipelining writes it: a line a rank, actions apart by commas; two idle steps for none."""
+        return "".join((",".join(map(str, row)) or ",") + "\n" for row in self.rows)
 
     @classmethod
     def from_csv(cls, text: str, name: str = "a schedule") -> Schedule:
         """As torch.distributed.pipelining writes it; an empty cell is a step of idling, and is left out.
 
+        A rank that does nothing has empty cells alone. Blank lines after the last rank are no ranks.
+
         Raises:
-            EmuError: a cell that is no action; says in which line.
+            EmuError: a cell that is no action, or a blank line before or between ranks; says which line. No text at all.
         """
-        return cls(tuple(_row(line.split(","), rank) for rank, line in enumerate(text.strip().splitlines())), name)
+        lines = _lines(text, "from_csv")
+        _no_blanks(lines, 0, "a comma")
+        cells = ([cell.strip().strip('"') for cell in line.split(",")] for line in lines)
+        return cls(tuple(_row(row, rank, rank) for rank, row in enumerate(cells)), name)
 
     @classmethod
     def of(cls, generator: Generator, ranks: int, microbatches: int, chunks: int = 1) -> Schedule:
@@ -146,8 +159,33 @@ class Schedule:
         return cls(rows, name)
 
 
-def _row(words: Iterable[str] | Sequence[str], rank: int) -> tuple[Action, ...]:
+def _lines(text: Any, reader: str) -> list[str]:
+    """The lines of a text, without a byte order mark, which some editors begin files with, and blank lines at its end."""
+    if not isinstance(text, str):
+        raise EmuError(
+            f"Schedule.{reader} reads text, not {text!r:.60}",
+            'decode it first: text.decode("utf-8")'
+            if isinstance(text, (bytes, bytearray))
+            else "of a file, that is Path(...).read_text()",
+        )
+    lines = text.removeprefix("\ufeff").splitlines()
+    while lines and not lines[-1].strip():
+        lines.pop()
+    return lines
+
+
+def _no_blanks(lines: Sequence[str], first: int, idle: str) -> None:
+    """Which rank is idle, or whether any is, is not for us to guess: the ranks below would be others."""
+    for n, line in enumerate(lines, first + 1):
+        if not line.strip():
+            raise EmuError(
+                f"line {n} is blank: does a rank do nothing, or do ranks go on below?",
+                f"leave the line out, or write {idle} in it for a rank that does nothing",
+            )
+
+
+def _row(words: Iterable[str], rank: int, line: int) -> tuple[Action, ...]:
     try:
         return tuple(parse(word) for word in words if word.strip())
     except EmuError as error:
-        raise EmuError(f"line {rank + 1} (rank {rank}): {error.message}", error.hint) from None
+        raise EmuError(f"line {line + 1} (rank {rank}): {error.message}", error.hint) from None

@@ -15,6 +15,7 @@ from emu.parallel.pipeline.schedule import Schedule
 from emu.spmd import EmuError
 
 Durations = float | Sequence[float]  # of every stage, or one for each
+AS_TIMES = "times=Times(forward=1.0, backward_input=1.0, weight=1.0)"
 
 
 @dataclass(frozen=True)
@@ -128,8 +129,10 @@ def timed(schedule: Schedule, times: Times | None = None) -> Timed:
 
     Raises:
         ScheduleError: an action never gets what it needs.
-        EmuError: times for another number of stages.
+        EmuError: times for another number of stages, or that are no Times.
     """
+    if times is not None and not isinstance(times, Times):
+        raise EmuError(f"times={times!r:.60} are no Times", f"say {AS_TIMES}", value=times)
     needs = needs_of(schedule)
     if needs.late:
         check(schedule)  # which says what

@@ -58,7 +58,9 @@ def make(name: str | Generator, ranks: int, microbatches: int, chunks: int = 1, 
         hash(asked)
     except TypeError:  # an option that is a list is no reason to fail
         return _make(*asked)
-    return _make(*asked) if callable(name) else _cached(*asked)  # who knows what a generator of one's own looks at
+    if callable(name):  # who knows what a generator of one's own looks at
+        return _make(*asked)
+    return _cached(*asked, tuple(type(value) for _, value in asked[-1]))
 
 
 def _make(generator: Generator, name: str, ranks: int, microbatches: int, chunks: int, options: tuple) -> Schedule:
@@ -79,7 +81,12 @@ def _make(generator: Generator, name: str, ranks: int, microbatches: int, chunks
     return Schedule.of(chosen, ranks, microbatches, chunks)
 
 
-_cached = lru_cache(maxsize=32, typed=True)(_make)
+@lru_cache(maxsize=32, typed=True)
+def _cached(
+    generator: Generator, name: str, ranks: int, microbatches: int, chunks: int, options: tuple, kinds: tuple
+) -> Schedule:
+    """As `_make`, with the options' types: memory=True equals memory=1 and is none."""
+    return _make(generator, name, ranks, microbatches, chunks, options)
 
 
 def _options(generator: Generator) -> list[str]:

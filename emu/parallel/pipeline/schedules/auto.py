@@ -9,7 +9,7 @@ from numbers import Real
 
 from emu.parallel.pipeline.actions import Action, F, I, W
 from emu.parallel.pipeline.schedules.filling import Problem, fill, lower_bound
-from emu.parallel.pipeline.timing import Times
+from emu.parallel.pipeline.timing import AS_TIMES, Times
 from emu.spmd import EmuError, PlanError
 
 KINDS = (F, I, W)  # of the steps of `filling`, in its order
@@ -39,13 +39,22 @@ def auto(
         memory: how much a rank may hold, in activations of one microbatch on all of a rank's stages; by default
             `ranks`, as much as 1F1B takes.
         weight_share: how much of a stage's activations is kept from its backward of inputs to that of weights.
-        effort: how long to search, 1 for about a second at most, 0.1 for a quick look.
+        effort: how long to search, 1 for about a second at most, 0.1 for a quick look, 0 for the first that is found.
 
     Raises:
-        PlanError: memory for less than one microbatch; times for another number of stages.
+        PlanError: memory for less than one microbatch; times for another number of stages; what is no number, or no effort.
 
     Source: the cost and the idea of Qi et al., https://arxiv.org/abs/2401.10241, section 3; the algorithm is our own.
     """
+    _asked(times, memory=ranks if memory is None else memory, weight_share=weight_share, effort=effort)
+    if not 0 <= effort < math.inf:
+        raise PlanError(
+            f"effort={effort!r} is no effort",
+            "say effort=1 for about a second of searching, 0.1 for a quick look",
+            field="effort",
+            value=effort,
+            nearest=0 if effort < 0 else None,
+        )
     yield from _rows(ranks, microbatches, chunks, times, memory, weight_share, effort)[rank]
 
 
@@ -91,15 +100,10 @@ def _rows(
 def _problems(
     ranks: int, microbatches: int, chunks: int, times: Times, memory: float | None, weight_share: float
 ) -> list[Problem]:
-    if not isinstance(times, Times):
-        raise EmuError(
-            f"times={times!r:.60} are no Times", "say times=Times(forward=1.0, backward_input=1.0, weight=1.0)"
-        )
+    limit = ranks if memory is None else memory
+    _asked(times, memory=limit, weight_share=weight_share)
     stages = ranks * chunks
     durations = [_each(times, name, stages, ranks, chunks) for name in ("forward", "backward_input", "weight")]
-    limit = ranks if memory is None else memory
-    _number("memory", limit)
-    _number("weight_share", weight_share)
     if not 0 <= weight_share <= 1:
         raise PlanError(
             f"weight_share={weight_share!r} is no share of a stage's activations",
@@ -146,6 +150,14 @@ def _each(times: Times, name: str, stages: int, ranks: int, chunks: int) -> tupl
             value=times,
         )
     return each
+
+
+def _asked(times: object, **numbers: object) -> None:
+    """Raises unless these are times and numbers: before they are looked up among earlier ones, where True equals 1."""
+    if not isinstance(times, Times):
+        raise EmuError(f"times={times!r:.60} are no Times", f"say {AS_TIMES}", value=times)
+    for name, value in numbers.items():
+        _number(name, value)
 
 
 def _number(name: str, value: object) -> None:
