@@ -200,6 +200,9 @@ class DataParallel:
             microbatches: this rank's rows are cut into so many, one after the other. Gradients are summed over ranks
                 once, after the last; with zero=2 and 3 after each, so that they are never whole for long.
             scale: a LossScale; gradients stay scaled by it until the optimizer's step.
+
+        Raises:
+            EmuError: gradients of earlier batches that are neither finished nor forgotten.
         """
         batch = as_batch(batch)
         x, y = batch.part(self.group, sizes)
@@ -210,20 +213,26 @@ class DataParallel:
 
     def _backward(self, batch: Batch, microbatches: Sequence[tuple[Tensor, Tensor]], scale: LossScale | None) -> Tensor:
         """The same, of this rank's microbatches."""
-        if scale is not None and not isinstance(scale, LossScale):
-            raise EmuError(
-                f"scale={scale!r} is a {type(scale).__name__}", "pass a LossScale: emu.parallel.LossScale(1024)"
-            )
-        if self.summing.finished:
+        self._check_backward(scale)
+        if self.summing.finished or self._failed:  # what the last call left when it failed
             self.zero_grad()
-        elif self._failed:
-            self.zero_grad()  # what the last call left when it failed
         self._failed, self.summing.waits = True, False  # until they are finished, below
         total = self._add_gradients(microbatches, scale)
         self.finish(batch.tokens)
         self._failed, self.summing.waits = False, True
         self.summing.scaled_by = scale
         return self._losses().all_reduce(total, name="loss").div_(batch.tokens)
+
+    def _check_backward(self, scale: Any) -> None:
+        """Raises an EmuError where a batch cannot be all that gradients are of."""
+        checked_scale(scale)
+        self.summing.check_settled()
+        if self.summing.unfinished and not self._failed:
+            raise EmuError(
+                "gradients of earlier batches are not finished: backward(batch) would add to them, and divide them all by "
+                "the tokens of this batch alone",
+                "call finish(tokens) for the step of those batches, or zero_grad() to forget them",
+            )
 
     def _add_gradients(self, microbatches: Sequence[tuple[Tensor, Tensor]], scale: LossScale | None) -> Tensor:
         """Adds gradients of the summed loss of some microbatches to what there is. Returns this rank's sum."""
@@ -247,6 +256,7 @@ class DataParallel:
             sizes: rows of every rank, in group order; balanced where not given.
         """
         batch = as_batch(batch)
+        self.summing.check_settled()  # stages whose steps hold, and others whose steps do not, are no model
         with torch.no_grad():
             total = self.loss_sum(*batch.part(self.group, sizes)).detach().clone()
         return self._losses().all_reduce(total, name="loss").div_(batch.tokens)
@@ -259,6 +269,7 @@ class DataParallel:
 
     def pieces(self) -> list[Piece]:
         """This rank's part of the parameters, in the optimizer's precision."""
+        self.summing.check_settled()
         return [piece for shards in self.vectors for piece in shards.pieces()]
 
     def gather_gradients(self) -> Grads:
@@ -266,10 +277,12 @@ class DataParallel:
 
         Of a model that is cut inside its layers they are this rank's pieces, with their layouts.
         """
+        self.summing.check_settled()
         return self._in_order({k: v for g in self.gradients for k, v in g.whole().items()})
 
     def gather_parameters(self) -> Grads:
         """Whole parameters by name, in the optimizer's precision, on every rank. Every rank must call it."""
+        self.summing.check_settled()
         return self._in_order({k: v for shards in self.vectors for k, v in shards.whole().items()})
 
     def _in_order(self, values: Mapping[str, Tensor]) -> Grads:
@@ -281,8 +294,10 @@ class DataParallel:
         """Within it all parameters are whole on every rank, to be read. Every rank must enter it.
 
         Raises:
-            EmuError: they were written, which the shards, or copies in another precision, would not notice.
+            EmuError: they were written, which the shards, or copies in another precision, would not notice; or a step was
+                taken in advance and is not validated.
         """
+        self.summing.check_settled()
         if self._gathering is not None:
             self._gathering.arrive_all()
         parameters = [(n, p) for s in self.vectors if s.is_a_copy for n, p in zip(s.flat.names, s.parameters)]
@@ -340,3 +355,10 @@ class DataParallel:
             f"DataParallel({model} on {self.rank!r}, batch cut over the {group.size} ranks of {group.label!r}{how}; "
             "no module: .backward(batch) trains it, .model is the module)"
         )
+
+
+def checked_scale(scale: Any) -> LossScale | None:
+    """The scale, if it is one, or None; else an EmuError."""
+    if scale is not None and not isinstance(scale, LossScale):
+        raise EmuError(f"scale={scale!r} is a {type(scale).__name__}", "pass a LossScale: emu.parallel.LossScale(1024)")
+    return scale

@@ -75,7 +75,7 @@ class OptimisticStep:
             ...                                 # backwards, finish(tokens)
             optimist.step()                     # does not wait for later stages
             ...                                 # may be: first forwards of the next step
-            stepped = optimist.validate()       # before the next backward, step, zero_grad, save or load
+            stepped = optimist.validate()       # before the next backward, step, zero_grad, evaluate, save, load
             if optimist.stale:
                 ...                             # those forwards again: their parameters are no more
 
@@ -155,7 +155,7 @@ class OptimisticStep:
         if state is not None and chain.size > 1:
             self._send(state, *((chain.rank - 1, ALL) if self._last else (chain.rank + 1, SO_FAR)))
         known = Known() if state is None else _read(state, optimizer.summing.rank)
-        optimizer.unsettled = True
+        optimizer.summing.unsettled = True
         before, snapshot, dtype = Options(optimizer.torch), None, dtype_of(given)
         gradients = optimizer.summing.gradients
         views = [(p, p.grad) for g in gradients if g.shards.in_place for p in g.shards.parameters]
@@ -181,10 +181,8 @@ class OptimisticStep:
         Raises:
             EmuError: no step() before it; gradients that were forgotten or written into since; parameters held by gathered().
         """
-        optimizer, chain, taken = self.optimizer, self.chain, self._taken
-        if taken is None:
-            raise EmuError("there is no step to validate", "call step() first; every step is validated once")
-        self._check_gradients(taken)
+        optimizer, chain = self.optimizer, self.chain
+        taken = self.check()
         known = taken.known
         if self._asks and not self._last:
             # On a stream of its own: the host looks at what comes, and need not wait for the forwards that are under way.
@@ -193,7 +191,7 @@ class OptimisticStep:
                 if chain.rank:
                     self._send(state, chain.rank - 1, ALL)
                 known = _read(state, optimizer.summing.rank)
-        self._taken, optimizer.unsettled = None, False
+        self._taken, optimizer.summing.unsettled = None, False
         self.stale = chain.size > 1 and not self._holds(known)
         if self.stale:
             if not self._last:
@@ -261,8 +259,11 @@ class OptimisticStep:
             optimizer.refresh()
         now.restore(besides=taken.after)
 
-    def _check_gradients(self, taken: Taken) -> None:
-        summing = self.optimizer.summing
+    def check(self) -> Taken:
+        """The step that validate() would finish. Raises, on this rank alone, what it would; no other rank is asked."""
+        taken, summing = self._taken, self.optimizer.summing
+        if taken is None:
+            raise EmuError("there is no step to validate", "call step() first; every step is validated once")
         forgotten = not summing.finished or any(p.grad is not grad for p, grad in taken.views)
         if forgotten or [g.own()._version for g in summing.gradients] != taken.versions:
             raise EmuError(
@@ -270,6 +271,7 @@ class OptimisticStep:
                 f"{'forgotten' if forgotten else 'written into'} before it was validated: it cannot be taken again",
                 "call validate() before zero_grad() and before the next backward",
             )
+        return taken
 
 
 def _read(state: Tensor, rank: Rank) -> Known:

@@ -45,7 +45,6 @@ class Optimizer:
         vectors: what it steps on.
         begun: whether there was a step.
         made: parameters whose states are there only because somebody asked for them.
-        unsettled: whether an OptimisticStep has begun a step and not validated it.
 
     Args:
         model, summing, roles: a model under data parallelism, its gradients, and its dtypes by role. DataParallel's
@@ -114,7 +113,7 @@ class Optimizer:
         members = members_of(model, groups, summing.names)
         self.names = [[name for name in members if members[name] == i] for i in range(len(groups) if groups else 1)]
         self.torch: Any = kind(self._grouped(members, groups), **options)
-        self.begun = self.unsettled = False
+        self.begun = False
         self.made: list[nn.Parameter] = []
 
     def _grouped(self, members: Mapping[str, int], groups: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]]:
@@ -170,11 +169,7 @@ class Optimizer:
 
     def check_settled(self) -> None:
         """Raises an EmuError if an optimistic step is to be validated yet."""
-        if self.unsettled:
-            raise EmuError(
-                "a step was taken in advance, and it is not known yet whether it holds",
-                "call validate() of the OptimisticStep first: before the next backward, step, save or load",
-            )
+        self.summing.check_settled()
 
     def prepare(self) -> None:
         """Before parameters change: whole copies go. Raises an EmuError where somebody holds them."""

@@ -33,6 +33,7 @@ class Summing:
         finished: whether the gradients are those of a step: complete, and divided.
         waits: whether a backward ends with its gradients there; False where `finish` follows at once, and waits itself.
         scaled_by: the LossScale that they carry, or None; UNKNOWN; DIVIDED once an optimizer has divided it out.
+        unsettled: whether an OptimisticStep has begun a step and not validated it.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class Summing:
         self.group = group if everyone is None else everyone
         self._askers = self.group if names is None else rank.group()
         self.find_unused = find_unused
-        self.finished, self.waits = False, True
+        self.finished, self.waits, self.unsettled = False, True, False
         self.scaled_by: Any = UNKNOWN
         self.steps = 0  # that an optimizer has taken
         self._gathering = gathering
@@ -75,6 +76,20 @@ class Summing:
         """Whether whole parameters are held to be read."""
         return self._gathering is not None and self._gathering.pinned
 
+    @property
+    def unfinished(self) -> bool:
+        """Whether there are sums of earlier backwards, not finished and not forgotten."""
+        return not self.finished and any(g.used for g in self.gradients) and not self._torch_forgot()
+
+    def check_settled(self) -> None:
+        """Raises an EmuError if an optimistic step is to be validated yet."""
+        if self.unsettled:
+            raise EmuError(
+                "a step was taken in advance, and it is not known yet whether it holds",
+                "call validate() of the OptimisticStep first: before the next backward, step, zero_grad, evaluate, save or "
+                "load, and before parameters or gradients are gathered",
+            )
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """A backward within it adds to this rank's own gradients only."""
@@ -90,7 +105,7 @@ class Summing:
         Raises:
             EmuError: the gradients of the last step were not forgotten.
         """
-        self._check_begin(steps)
+        self.check_begin(steps)
         if torch.is_grad_enabled():
             raise EmuError(
                 "backward(create_graph=True) would add to gradients that are summed over ranks on the way",
@@ -102,7 +117,8 @@ class Summing:
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
         self._enter(task)
 
-    def _check_begin(self, steps: int) -> None:
+    def check_begin(self, steps: int) -> None:
+        """Raises an EmuError where a backward, of a loss that was computed after so many steps, may not begin."""
         if self.finished and self._torch_forgot():
             self.forget()
         if self.finished:
@@ -127,7 +143,7 @@ class Summing:
         Raises:
             EmuError: as `begin`.
         """
-        self._check_begin(steps)
+        self.check_begin(steps)
         self._enter(PASS)
         if self._gathering is not None and weights:
             self._gathering.enter_weights({id(p) for p in weights})

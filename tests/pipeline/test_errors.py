@@ -12,6 +12,7 @@ import emu
 from emu.models import GPT, Config
 from emu.parallel import Pipeline, Plan
 from emu.parallel.pipeline import Action, Schedule
+from emu.parallel.pipeline.running import executor
 from emu.parallel.pipeline.schedules import make
 from emu.spmd import Deadlock, EmuError, PlanError, ScheduleError
 
@@ -101,6 +102,11 @@ def test_fewer_layers_than_stages_names_both():
         (["layers.1", "layers.2"], "do not make 2 stages"),
         (["layers.0"], "do not make 2 stages"),
         ("odd", "'odd'"),
+        (None, "stages=None"),
+        (3, "stages=3"),
+        (["layers.2", 1], r"stages=\['layers.2', 1\]"),
+        ([2.5, 1.5], r"stages=\[2.5, 1.5\]"),
+        ([True, 3], r"stages=\[True, 3\]"),
     ],
 )
 def test_cuts_that_do_not_fit_the_model_are_refused(stages, match):
@@ -130,6 +136,26 @@ def test_a_schedule_that_leaves_something_out_is_refused():
     whole = make("1f1b", 2, 2)
     less = Schedule((whole.rows[0][:-1], whole.rows[1]), "less")
     assert refused(ScheduleError, "0B1", Layers, schedule=less).problem == "missing"
+
+
+@pytest.mark.parametrize("schedule", [None, 3])
+def test_what_is_no_schedule_is_refused(schedule):
+    error = refused(PlanError, f"schedule={schedule}", Layers, schedule=schedule)
+    assert error.field == "schedule" and "1f1b" in error.hint
+
+
+@pytest.mark.parametrize("recompute", ["no", 1, None])
+def test_recompute_is_a_yes_or_a_no(recompute):
+    assert refused(PlanError, "recompute=", Layers, recompute=recompute).field == "recompute"
+
+
+def test_a_generator_that_has_another_number_of_microbatches_is_refused():
+    def three(rank, ranks, microbatches, chunks):
+        return make("1f1b", ranks, 3).rows[rank]
+
+    error = refused(PlanError, "three was asked for 2 microbatches, and its actions are of 3", Layers, schedule=three)
+    assert error.field == "microbatches"
+    emu.launch(trains, emu.Mesh(pp=2), args=(Layers, {"schedule": three, "microbatches": 3}, rows(6)))  # the control
 
 
 def test_a_schedule_for_other_numbers_is_refused_with_both():
@@ -298,6 +324,21 @@ def test_after_a_failure_the_next_batch_is_as_if_nothing_had_been():
     assert torch.equal(loss, after) and all(torch.equal(found[k], right[k]) for k in right)
 
 
+def test_a_pipeline_whose_batch_failed_in_the_middle_takes_no_other(monkeypatch):
+    """What stages had sent each other would be taken for the next batch's."""
+
+    def program(rank):
+        pipe = Pipeline(Layers(), rank, microbatches=2)
+        with pytest.raises(ZeroDivisionError):
+            pipe.backward(rows())
+        with pytest.raises(EmuError, match="failed in the middle") as caught:
+            pipe.backward(rows())
+        assert "anew" in caught.value.hint
+
+    monkeypatch.setattr(executor.Execution, "run", lambda self: 1 / 0)
+    emu.launch(program, emu.Mesh(pp=2))
+
+
 def test_ranks_with_other_batches_are_noticed():
     """Ranks of one pipeline need the same rows; other shapes would go into buffers of the wrong size."""
 
@@ -328,7 +369,9 @@ def test_a_rank_that_leaves_is_named():
         emu.launch(program, emu.Mesh(pp=2))
 
 
-@pytest.mark.parametrize("microbatches", [0, -1, 1.5, [], [2, 1], [5, -1], True])
+@pytest.mark.parametrize(
+    "microbatches", [0, -1, 1.5, [], [2, 1], [5, -1], True, [1.0, 3.0], ["a", "b"], "4", "13", [True, 3], {2}]
+)
 def test_microbatches_that_do_not_make_up_the_rows(microbatches):
     def program(rank):
         Pipeline(Layers(), rank, microbatches=2).backward(rows(), microbatches=microbatches)

@@ -11,11 +11,12 @@ import emu
 from emu.equivalence.compare import whole_results
 from emu.models import Decoder
 from emu.models.config import Config
-from emu.parallel import Pipeline
+from emu.parallel import LossScale, Pipeline
 from emu.parallel.optimistic import OptimisticStep
 from emu.parallel.pipeline.lowering import lowered
 from emu.parallel.pipeline.running.executor import may_start_again, warm_up_of
 from emu.parallel.pipeline.schedules import SCHEDULES, make
+from emu.parallel.state import load, save
 
 CONFIG = Config(layers=4, width=8, heads=2, vocab=16, seq=4, tied=True)
 STEPS = 3
@@ -105,3 +106,147 @@ def test_no_stage_waits_between_two_steps():
         for o in (False, True)
     ]
     assert took[1] < took[0]
+
+
+# What is refused while a step is pending, and what a call that fails leaves behind: nothing.
+
+
+def pending(rank: emu.Rank, what, scale: LossScale | None = None) -> dict[str, object]:
+    """A step in advance, then `what(pipe, optimist)`, and two more steps."""
+    pipe = Pipeline(Decoder(CONFIG), rank, schedule="1f1b", microbatches=2)
+    optimist = OptimisticStep(pipe.optimizer(torch.optim.SGD, lr=0.05, clip=0.3, scale=scale), rank.group("pp"))
+    pipe.backward(BATCHES[0], scale=scale)
+    optimist.step()
+    what(pipe, optimist)
+    losses = []
+    for batch in BATCHES[1:]:
+        losses.append(pipe.backward(batch, scale=scale, optimist=optimist))
+        optimist.step()
+    optimist.validate()
+    return {"losses": torch.stack(losses), "parameters": pipe.gather_parameters()}
+
+
+def refused_then(rank: emu.Rank, match: str, call, scale: LossScale | None = None) -> dict[str, object]:
+    def what(pipe, optimist):
+        with pytest.raises(emu.EmuError, match=match) as caught:
+            call(pipe, optimist)
+        assert caught.value.hint
+
+    return pending(rank, what, scale)
+
+
+def gathered(pipe) -> None:
+    with pipe.gathered():
+        pass
+
+
+PENDING = {
+    "evaluate": lambda pipe, optimist: pipe.evaluate(BATCHES[0]),
+    "gather_parameters": lambda pipe, optimist: pipe.gather_parameters(),
+    "gather_gradients": lambda pipe, optimist: pipe.gather_gradients(),
+    "gathered": lambda pipe, optimist: gathered(pipe),
+    "save": lambda pipe, optimist: save("never-written", pipe),
+    "load": lambda pipe, optimist: load("never-read", pipe),
+    "backward without the optimist": lambda pipe, optimist: pipe.backward(BATCHES[2]),
+    "add_gradients": lambda pipe, optimist: pipe.add_gradients(BATCHES[2]),
+    "zero_grad of the optimizer": lambda pipe, optimist: optimist.optimizer.zero_grad(),
+}
+
+
+def same(run, other) -> bool:
+    """Whether two runs have the same losses and parameters, to the bit."""
+    return all(
+        torch.equal(a["losses"], b["losses"])
+        and all(torch.equal(a["parameters"][name], b["parameters"][name]) for name in b["parameters"])
+        for a, b in zip(run.results, other.results, strict=True)
+    )
+
+
+@pytest.mark.parametrize("name", PENDING)
+def test_no_mixture_of_stages_is_read_while_a_step_is_pending(name, tmp_path, monkeypatch):
+    """The refusal changes nothing: training goes on as if nobody had asked."""
+    monkeypatch.chdir(tmp_path)
+    mesh = emu.Mesh(pp=2)
+    run = emu.launch(refused_then, mesh, args=(r"taken in advance.*\n.*validate\(\).*zero_grad", PENDING[name]))
+    assert same(run, emu.launch(pending, mesh, args=(lambda pipe, optimist: None,)))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", [name for name in PENDING if name not in ("save", "load") and "backward" not in name])
+def test_what_is_refused_while_a_step_is_pending_is_not_after_it(name):
+    """The control."""
+    skipped = name == "add_gradients"  # gradients of the step are there still
+
+    def program(rank):
+        pipe = Pipeline(Decoder(CONFIG), rank, schedule="1f1b", microbatches=2)
+        optimist = OptimisticStep(pipe.optimizer(torch.optim.SGD, lr=0.05, clip=0.3))
+        pipe.backward(BATCHES[0])
+        optimist.step()
+        optimist.validate()
+        if skipped:
+            pipe.zero_grad()
+        PENDING[name](pipe, optimist)
+
+    emu.launch(program, emu.Mesh(pp=2))
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize(
+    ("match", "call"),
+    [
+        ("scale=0.5 is a float", lambda pipe, optimist: pipe.backward(BATCHES[0], scale=0.5, optimist=optimist)),
+        ("microbatches", lambda pipe, optimist: pipe.backward(BATCHES[0], microbatches=[9], optimist=optimist)),
+        ("no OptimisticStep", lambda pipe, optimist: pipe.backward(BATCHES[0], optimist=True)),
+    ],
+    ids=["scale", "microbatches", "optimist"],
+)
+def test_after_a_call_that_was_wrong_the_next_batch_is_its_own(pp, match, call):
+    """The first forwards of a batch whose backward never came are of no other batch."""
+    mesh = emu.Mesh(pp=pp)
+    scale = lambda: None if match.startswith("no") else LossScale(4.0)  # noqa: E731
+    run = emu.launch(lambda rank: refused_then(rank, match, call, scale()), mesh)
+    assert same(run, emu.launch(lambda rank: pending(rank, lambda pipe, optimist: None, scale()), mesh))
+
+
+def test_a_batch_that_fails_after_its_warm_up_leaves_no_forwards(monkeypatch):
+    """On one stage, where one can go on."""
+
+    def fails(pipe, optimist):
+        with monkeypatch.context() as patch:
+            patch.setattr(Pipeline, "finish", lambda self, tokens: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                pipe.backward(BATCHES[0], optimist=optimist)
+        pipe.zero_grad()
+
+    def program(rank, what):
+        pipe = Pipeline(Decoder(CONFIG), rank, microbatches=2)
+        optimist = OptimisticStep(pipe.optimizer(torch.optim.SGD, lr=0.05, clip=0.3), rank.group("pp"))
+        pipe.backward(BATCHES[0])
+        optimist.step()
+        what(pipe, optimist)
+        return {"losses": pipe.backward(BATCHES[1]), "parameters": pipe.gather_gradients()}
+
+    there = emu.launch(program, emu.Mesh(pp=1), args=(lambda pipe, optimist: optimist.validate(),))
+    assert same(emu.launch(program, emu.Mesh(pp=1), args=(fails,)), there)
+
+
+def test_a_step_that_cannot_be_validated_is_told_before_the_warm_up():
+    """So no forwards of the batch are under way between stages, and the next one trains as usual."""
+
+    def program(rank, wrong):
+        pipe = Pipeline(Decoder(CONFIG), rank, microbatches=2)
+        optimizer = pipe.optimizer(torch.optim.SGD, lr=0.05)
+        optimist = OptimisticStep(optimizer)
+        pipe.backward(BATCHES[0])
+        optimist.step()
+        if wrong:
+            pipe.zero_grad()
+            with pytest.raises(emu.EmuError, match="forgotten before it was validated"):
+                pipe.backward(BATCHES[2], optimist=optimist)
+            pipe.summing.unsettled = False  # a program that gives the optimist up
+        else:
+            optimist.validate()
+        return {"losses": pipe.backward(BATCHES[1]), "parameters": pipe.gather_parameters()}
+
+    right, wrong = (emu.launch(program, emu.Mesh(pp=2), args=(w,)) for w in (False, True))
+    assert all(torch.equal(a["losses"], b["losses"]) for a, b in zip(right.results, wrong.results, strict=True))

@@ -78,6 +78,48 @@ def test_accumulation_over_batches_weighs_every_token_alike(schedule, zero):
     )
 
 
+def one_batch(rank, pp, before):
+    """Gradients of a batch that comes after another one, whose gradients were added and not finished."""
+    first, second, _ = batches()
+    if pp > 1:
+        dist = Pipeline(model(), rank, "dp", microbatches=2, zero=ZERO[rank.mesh.axes["dp"]])
+        dist.add_gradients(first)
+    else:
+        dist = emu.DataParallel(model(), rank, "dp", zero=ZERO[rank.mesh.axes["dp"]])
+        dist.loss_sum(*first.part(dist.group)).backward()
+    before(dist, first)
+    return dist.backward(second), dist.gather_gradients()
+
+
+ZERO = {1: 0, 2: 2}
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("dp", [1, 2])
+@pytest.mark.parametrize("pp", [1, 2])
+def test_a_batch_that_is_all_of_a_step_does_not_join_what_is_not_finished(pp, dp):
+    """Both would be divided by the tokens of the second."""
+    mesh = emu.Mesh(pp=pp, dp=dp)
+
+    def refused(dist, first):
+        with pytest.raises(emu.EmuError, match=r"not finished.*\n.*finish.*zero_grad"):
+            dist.backward(first)
+        dist.zero_grad()
+
+    loss, gradients = right(batches()[1:2])
+    for before in (
+        refused,
+        lambda dist, first: dist.zero_grad(),
+        lambda dist, first: dist.finish(first.tokens),
+        lambda dist, first: (
+            torch.optim.SGD(dist.model.parameters(), lr=0.1).zero_grad() if not dist.zero else dist.zero_grad()
+        ),
+    ):
+        run = emu.launch(one_batch, mesh, args=(pp, before))
+        assert float(run.results[0][0] - loss) == pytest.approx(0, abs=1e-12)
+        assert off([found for _, found in run.results], run.mesh, gradients) < CLOSE
+
+
 def stepped(rank, schedule, how, clip, scale, steps=2):
     pipe = Pipeline(model(), rank, "dp", schedule=schedule, microbatches=3, **how)
     optimizer = pipe.optimizer(torch.optim.SGD, lr=0.1, clip=clip, scale=scale() if scale else None)

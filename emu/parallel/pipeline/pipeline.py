@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from inspect import signature
+from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from emu.parallel.batch import Batch, as_batch, check_model, checked_plain, checked_rank
-from emu.parallel.data import DataParallel
+from emu.parallel.data import DataParallel, checked_scale
 from emu.parallel.optimistic import OptimisticStep
 from emu.parallel.pipeline.checks import check
 from emu.parallel.pipeline.division.units import divided
@@ -27,7 +28,7 @@ from emu.parallel.pipeline.running.executor import Context, Execution, may_start
 from emu.parallel.pipeline.running.mail import Mail
 from emu.parallel.pipeline.running.stages import Stages
 from emu.parallel.pipeline.schedule import Generator, Schedule
-from emu.parallel.pipeline.schedules import make
+from emu.parallel.pipeline.schedules import SCHEDULES, make
 from emu.parallel.scaling import LossScale
 from emu.parallel.tensor.held import Sharding
 from emu.spmd import EmuError, Group, PlanError, Rank, split_sizes
@@ -83,6 +84,8 @@ class Pipeline(DataParallel):
                 "options of a schedule are said where it is made: schedule=make('interleaved', 4, 8, 2, count=4), of "
                 "emu.parallel.pipeline",
             )
+        if not isinstance(recompute, bool):
+            raise PlanError(f"recompute={recompute!r}", "say True, or False", field="recompute", nearest=False)
         self._schedule_of = _maker(schedule, rank.mesh.axes.get("pp", 1), chunks)
         self.schedule = self._schedule_of(microbatches)
         self.recompute = recompute
@@ -91,7 +94,8 @@ class Pipeline(DataParallel):
         self.stages = Stages(model, rank, self.schedule, divided(model, self.schedule.stages, stages), sharding)
         self._follow(self.schedule)
         self.mail = Mail(rank, self._lowered) if self.schedule.ranks > 1 else None
-        self._warm: Execution | None = None  # whose first forwards are done
+        self._warm: Execution | None = None  # within backward: of its batch, with the first forwards done
+        self._torn = False  # whether a batch was left in the middle, with messages under way
         super().__init__(model, rank, *axes, sharding=self.stages.sharding, **options)
         self._chain = rank.group("pp") if self.mail is not None else None
 
@@ -124,28 +128,51 @@ class Pipeline(DataParallel):
             optimist: whose last step is still to be validated: that is done between the first forwards and the first
                 backward, so that no stage waits for the others between two steps. If the step is taken back, these
                 forwards are done again. There is no zero_grad() in between: this forgets the old gradients itself.
+
+        Raises:
+            EmuError: gradients of earlier batches that are neither finished nor forgotten; a step in advance that is not
+                validated, and no optimist to do it; or what the last batch left in the middle.
         """
         batch = as_batch(batch)
+        pending = optimist is not None and self._pending(optimist)
+        # All that can be wrong with the call is told before the first message of the batch.
+        if pending:
+            checked_scale(scale)
+        else:
+            self._check_backward(scale)
         parts = self._cut(batch, sizes, microbatches)
-        if optimist is not None and optimist.pending:
-            self._warm = self._validated(parts, scale, optimist)
-        return self._backward(batch, parts, scale)
+        try:
+            if pending and optimist is not None:
+                self._warm = self._validated(parts, optimist)
+            return self._backward(batch, parts, scale)
+        finally:
+            self._warm = None  # never of another batch
 
-    def _validated(
-        self, parts: Sequence[tuple[Tensor, Tensor]], scale: LossScale | None, optimist: OptimisticStep
-    ) -> Execution | None:
+    def _pending(self, optimist: OptimisticStep) -> bool:
+        """Whether a step of this pipeline's is to be validated. Raises an EmuError if that cannot be done."""
+        if not isinstance(optimist, OptimisticStep) or optimist.optimizer.summing is not self.summing:
+            raise EmuError(
+                f"optimist={optimist!r:.80} is no OptimisticStep of this Pipeline's optimizer",
+                "optimist = OptimisticStep(pipe.optimizer(...)), and then pipe.backward(batch, optimist=optimist)",
+            )
+        if optimist.pending:
+            optimist.check()
+        return optimist.pending
+
+    def _validated(self, parts: Sequence[tuple[Tensor, Tensor]], optimist: OptimisticStep) -> Execution | None:
         """The first forwards of a batch, of parameters that hold."""
         if not may_start_again(self._lowered.rows):
             optimist.validate()
             return None
         random = torch.get_rng_state()
         execution = self._execution(parts)
-        execution.warm_up()
-        optimist.validate()
-        if optimist.stale:
-            torch.set_rng_state(random)
-            execution.start_again(self._lowered.rows)
+        with self._giving_up():
             execution.warm_up()
+            optimist.validate()
+            if optimist.stale:
+                torch.set_rng_state(random)
+                execution.start_again(self._lowered.rows)
+                execution.warm_up()
         return execution
 
     def add_gradients(
@@ -160,7 +187,15 @@ class Pipeline(DataParallel):
 
         Returns:
             The sum of the batch's losses that were computed on this rank.
+
+        Raises:
+            EmuError: gradients of a step that is over, and not forgotten; or a step in advance that is not validated.
         """
+        self.summing.check_settled()
+        if self._failed:
+            self.zero_grad()  # what a backward left when it failed
+            self._failed = False
+        self.summing.check_begin(self.summing.steps)
         return self._add_gradients(self._cut(as_batch(batch), sizes, microbatches), None)
 
     def evaluate(
@@ -169,8 +204,13 @@ class Pipeline(DataParallel):
         sizes: Sequence[int] | None = None,
         microbatches: int | Sequence[int] | None = None,
     ) -> Tensor:
-        """The mean loss over all tokens of a batch, without gradients. Every rank must call it."""
+        """The mean loss over all tokens of a batch, without gradients. Every rank must call it.
+
+        Raises:
+            EmuError: a step was taken in advance and is not validated: some stages have taken it, and others not.
+        """
         batch = as_batch(batch)
+        self.summing.check_settled()
         with torch.no_grad():
             total = self._run(self._execution(self._cut(batch, sizes, microbatches), trains=False))
         return self._losses().all_reduce(total, name="loss").div_(batch.tokens)
@@ -185,15 +225,13 @@ class Pipeline(DataParallel):
         self, batch: Batch, sizes: Sequence[int] | None, microbatches: int | Sequence[int] | None
     ) -> list[tuple[Tensor, Tensor]]:
         """This rank's microbatches; the schedule becomes one of so many."""
+        if self._torn:
+            raise EmuError(
+                "an earlier batch failed in the middle, and messages of it may still be under way between stages",
+                "make the Pipeline anew, or emu.parallel.state.load into a new one what was saved last",
+            )
         x, y = batch.part(self.group, sizes)
-        if microbatches is None:
-            microbatches = self.schedule.microbatches
-        least = (
-            microbatches if isinstance(microbatches, int) else isinstance(microbatches, Sequence) and len(microbatches)
-        )
-        if isinstance(microbatches, bool) or least < 1:
-            raise EmuError(f"microbatches={microbatches!r}", "give their number, at least 1, or the rows of each")
-        rows = split_sizes(len(x), microbatches) if isinstance(microbatches, int) else list(microbatches)
+        rows = _rows(len(x), self.schedule.microbatches if microbatches is None else microbatches)
         if min(rows) < 0 or sum(rows) != len(x):
             raise EmuError(
                 f"microbatches of {rows} rows do not make up the {len(x)} rows of rank {self.rank}",
@@ -208,7 +246,7 @@ class Pipeline(DataParallel):
         return list(zip(x.split(rows), y.split(rows)))
 
     def _add_gradients(self, microbatches: Sequence[tuple[Tensor, Tensor]], scale: LossScale | None) -> Tensor:
-        execution, self._warm = self._warm or self._execution(microbatches), None
+        execution = self._warm or self._execution(microbatches)
         execution.factor = 1.0 if scale is None else scale.value
         with self.no_sync():  # ranks are at different microbatches: gradients are summed at the end
             return self._run(execution)
@@ -221,14 +259,21 @@ class Pipeline(DataParallel):
         return Execution(self.stages, self.mail, row, parts, context, trains)
 
     def _run(self, execution: Execution) -> Tensor:
-        try:
+        with self._giving_up():
             total = execution.run()
+        # Ranks without the loss do not know its dtype.
+        return torch.zeros((), dtype=torch.float64, device=self.rank.device) if total is None else total.double()
+
+    @contextmanager
+    def _giving_up(self) -> Iterator[None]:
+        """Within it a batch is under way."""
+        try:
+            yield
         except BaseException:
+            self._torn = self.mail is not None
             if self._gathering is not None:
                 self._gathering.give_up()
             raise
-        # Ranks without the loss do not know its dtype.
-        return torch.zeros((), dtype=torch.float64, device=self.rank.device) if total is None else total.double()
 
     @contextmanager
     def _within_forward(self) -> Iterator[None]:
@@ -260,8 +305,27 @@ def _checked(schedule: Schedule) -> Schedule:
     return lowered(schedule.compute())
 
 
+def _rows(rows: int, microbatches: Any) -> list[int]:
+    """The rows of each of a rank's microbatches."""
+    several = isinstance(microbatches, Sequence) and not isinstance(microbatches, str)
+    each: list[Any] = list(microbatches) if several else [microbatches]
+    whole = all(isinstance(n, Integral) and not isinstance(n, bool) for n in each)
+    if not whole or not each or not (several or each[0] >= 1):
+        raise EmuError(
+            f"microbatches={microbatches!r:.80}",
+            "give their number, at least 1, or a list of the rows of each: whole numbers, none below 0",
+        )
+    return [int(n) for n in each] if several else split_sizes(rows, int(each[0]))
+
+
 def _maker(schedule: str | Schedule | Generator, ranks: int, chunks: int) -> Callable[[int], Schedule]:
-    """Microbatches -> schedule."""
+    """Microbatches -> schedule. Raises a PlanError for what is none."""
+    if not (isinstance(schedule, (str, Schedule)) or callable(schedule)):
+        raise PlanError(
+            f"schedule={schedule!r:.80} is no schedule",
+            f"say its name ({', '.join(SCHEDULES)}), or pass a Schedule, or a generator of one",
+            field="schedule",
+        )
 
     def made(microbatches: int) -> Schedule:
         if isinstance(schedule, Schedule):
@@ -275,6 +339,13 @@ def _maker(schedule: str | Schedule | Generator, ranks: int, chunks: int) -> Cal
             return schedule
         if isinstance(schedule, str):
             return make(schedule, ranks, microbatches, chunks)
-        return Schedule.of(schedule, ranks, microbatches, chunks)
+        found = Schedule.of(schedule, ranks, microbatches, chunks)
+        if found.microbatches != microbatches:
+            raise PlanError(
+                f"{found.name} was asked for {microbatches} microbatches, and its actions are of {found.microbatches}",
+                f"yield actions of the microbatches 0 to {microbatches - 1}",
+                field="microbatches",
+            )
+        return found
 
     return made

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from numbers import Integral
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -59,9 +60,7 @@ def layers_of(units: Sequence[Unit]) -> list[int]:
     return max(lists.values(), key=len, default=[])
 
 
-def divided(
-    model: nn.Module, stages: int, how: str | Sequence[int] | Sequence[str] | Sequence[float] = "even"
-) -> list[list[Unit]]:
+def divided(model: nn.Module, stages: int, how: str | Sequence[int] | Sequence[str] = "even") -> list[list[Unit]]:
     """The units of every stage.
 
     Args:
@@ -75,7 +74,8 @@ def divided(
     units = units_of(model)
     names = [unit.path for unit in units]
     what = type(model).__name__
-    if not isinstance(how, str) and how and all(isinstance(one, str) for one in how):
+    _check_kind(how)
+    if not isinstance(how, str) and how and isinstance(how[0], str):
         return _from_names(units, stages, [str(one) for one in how], what)
     layers = layers_of(units)
     if isinstance(how, str):
@@ -108,6 +108,20 @@ def divided(
     starts = [0] + [first + end for end in ends[:-1]] + [len(units)]
     out = [units[a:b] for a, b in pairwise(starts)]
     return _whole(out, what)
+
+
+def _check_kind(how: Any) -> None:
+    """Raises a PlanError for what are no numbers and no names."""
+    if isinstance(how, str):
+        return
+    each = list(how) if isinstance(how, Sequence) else [None]
+    numbers = all(isinstance(one, Integral) and not isinstance(one, bool) for one in each)
+    if not numbers and not all(isinstance(one, str) for one in each):
+        raise PlanError(
+            f"stages={how!r:.80} is no way to divide a model",
+            'say "even", "cost", "memory", a list of whole numbers of layers, or a list of names of modules',
+            field="stages",
+        )
 
 
 def _from_names(units: list[Unit], stages: int, starts: Sequence[str], what: str) -> list[list[Unit]]:
