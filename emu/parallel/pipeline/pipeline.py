@@ -6,11 +6,9 @@ into microbatches: uneven ones, and ones without rows, weigh what their tokens w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
 from inspect import signature
-from numbers import Integral
 from typing import Any
 
 import torch
@@ -19,19 +17,17 @@ from torch import Tensor, nn
 from emu.parallel.batch import Batch, as_batch, check_model, checked_plain, checked_rank
 from emu.parallel.data import DataParallel, checked_scale
 from emu.parallel.optimistic import OptimisticStep
-from emu.parallel.pipeline.checks import check
+from emu.parallel.pipeline.asked import checked, maker, rows_of
 from emu.parallel.pipeline.division.units import divided
 from emu.parallel.pipeline.division.weighing import WEIGHED, weighed
-from emu.parallel.pipeline.lowering import lowered
 from emu.parallel.pipeline.running.agreement import agree
 from emu.parallel.pipeline.running.executor import Context, Execution, may_start_again
 from emu.parallel.pipeline.running.mail import Mail
 from emu.parallel.pipeline.running.stages import Stages
 from emu.parallel.pipeline.schedule import Generator, Schedule
-from emu.parallel.pipeline.schedules import SCHEDULES, make
 from emu.parallel.scaling import LossScale
 from emu.parallel.tensor.held import Sharding
-from emu.spmd import EmuError, Group, PlanError, Rank, split_sizes
+from emu.spmd import EmuError, Group, PlanError, Rank
 
 
 class Pipeline(DataParallel):
@@ -40,8 +36,9 @@ class Pipeline(DataParallel):
     Args:
         model: a plain module with `loss_sum(x, y)`, the sum of the loss over labels. It is cut between modules that are
             called one after the other, each with the activations as its first argument; whatever else a module is passed
-            must follow from x and y alone. Its parameters are taken over: each stage's values are those of the first rank that
-            holds it, so give all ranks the same seed.
+            must follow from x and y alone, so modules hand each other nothing but results, and what layers add to the loss
+            by themselves is what `model.balance_sum(y)` returns. Its parameters are taken over: each stage's values are those
+            of the first rank that holds it, so give all ranks the same seed.
         rank: the rank it runs on; ranks along the mesh's axis pp form the pipeline.
         axes: the mesh axes that cut the batch.
         schedule: its name, a Schedule, or a generator of one: (rank, ranks, microbatches, chunks) -> that rank's actions.
@@ -86,7 +83,7 @@ class Pipeline(DataParallel):
             )
         if not isinstance(recompute, bool):
             raise PlanError(f"recompute={recompute!r}", "say True, or False", field="recompute", nearest=False)
-        self._schedule_of = _maker(schedule, rank.mesh.axes.get("pp", 1), chunks)
+        self._schedule_of = maker(schedule, rank.mesh.axes.get("pp", 1), chunks)
         self.schedule = self._schedule_of(microbatches)
         self.recompute = recompute
         if isinstance(stages, str) and stages in WEIGHED:
@@ -107,7 +104,7 @@ class Pipeline(DataParallel):
                 f"make the Pipeline with microbatches={schedule.microbatches}",
                 field="microbatches",
             )
-        self.schedule, self._lowered = schedule, _checked(schedule)
+        self.schedule, self._lowered = schedule, checked(schedule)
 
     # A training step.
 
@@ -231,7 +228,7 @@ class Pipeline(DataParallel):
                 "make the Pipeline anew, or emu.parallel.state.load into a new one what was saved last",
             )
         x, y = batch.part(self.group, sizes)
-        rows = _rows(len(x), self.schedule.microbatches if microbatches is None else microbatches)
+        rows = rows_of(len(x), self.schedule.microbatches if microbatches is None else microbatches)
         if min(rows) < 0 or sum(rows) != len(x):
             raise EmuError(
                 f"microbatches of {rows} rows do not make up the {len(x)} rows of rank {self.rank}",
@@ -296,56 +293,3 @@ class Pipeline(DataParallel):
             f"Pipeline({type(self.model).__name__} on {self.rank!r}: stage {stages} of {self.schedule.stages}, "
             f"{self.schedule.name} with {self.schedule.microbatches} microbatches; .backward(batch) trains it)"
         )
-
-
-@lru_cache(maxsize=64)
-def _checked(schedule: Schedule) -> Schedule:
-    """A schedule that can be, with sends and receives."""
-    check(schedule)
-    return lowered(schedule.compute())
-
-
-def _rows(rows: int, microbatches: Any) -> list[int]:
-    """The rows of each of a rank's microbatches."""
-    several = isinstance(microbatches, Sequence) and not isinstance(microbatches, str)
-    each: list[Any] = list(microbatches) if several else [microbatches]
-    whole = all(isinstance(n, Integral) and not isinstance(n, bool) for n in each)
-    if not whole or not each or not (several or each[0] >= 1):
-        raise EmuError(
-            f"microbatches={microbatches!r:.80}",
-            "give their number, at least 1, or a list of the rows of each: whole numbers, none below 0",
-        )
-    return [int(n) for n in each] if several else split_sizes(rows, int(each[0]))
-
-
-def _maker(schedule: str | Schedule | Generator, ranks: int, chunks: int) -> Callable[[int], Schedule]:
-    """Microbatches -> schedule. Raises a PlanError for what is none."""
-    if not (isinstance(schedule, (str, Schedule)) or callable(schedule)):
-        raise PlanError(
-            f"schedule={schedule!r:.80} is no schedule",
-            f"say its name ({', '.join(SCHEDULES)}), or pass a Schedule, or a generator of one",
-            field="schedule",
-        )
-
-    def made(microbatches: int) -> Schedule:
-        if isinstance(schedule, Schedule):
-            if schedule.ranks != ranks or schedule.microbatches != microbatches:
-                raise PlanError(
-                    f"{schedule.name} is for {schedule.ranks} ranks and {schedule.microbatches} microbatches, but there are "
-                    f"pp={ranks} ranks and {microbatches} microbatches",
-                    f"say microbatches={schedule.microbatches} and pp={schedule.ranks}, or pass a generator of schedules",
-                    field="schedule",
-                )
-            return schedule
-        if isinstance(schedule, str):
-            return make(schedule, ranks, microbatches, chunks)
-        found = Schedule.of(schedule, ranks, microbatches, chunks)
-        if found.microbatches != microbatches:
-            raise PlanError(
-                f"{found.name} was asked for {microbatches} microbatches, and its actions are of {found.microbatches}",
-                f"yield actions of the microbatches 0 to {microbatches - 1}",
-                field="microbatches",
-            )
-        return found
-
-    return made
