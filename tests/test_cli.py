@@ -517,7 +517,7 @@ def test_real_processes_that_fail_give_one_object_too(programs, tmp_path):
 def readme(tmp_path: Path) -> Path:
     """A folder with the Python blocks of README.md as files, program.py for two ranks."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
-    names = ("program", "ask", "train", "inside", "cuts", "stock", "experts", "pipeline", "mine")
+    names = ("program", "ask", "train", "inside", "cuts", "stock", "experts", "pipeline", "compare", "mine")
     assert len(blocks) == len(names)  # each is run below
     for name, block in zip(names, blocks):
         (tmp_path / f"{name}.py").write_text(block.replace("dp=8", "dp=2") if name == "program" else block)
@@ -529,6 +529,13 @@ def test_the_readme_trains_a_sharded_model(readme, name):
     done = shell(name, cwd=readme)
     first, second, third = json.loads(re.findall(r"tensor\((\[.*?\])", done.stdout)[0])
     assert first > second > third > 4
+
+
+def test_the_readme_compares_schedules(readme):
+    *rows, found = shell("compare", cwd=readme).stdout.splitlines()
+    assert len(rows) == 11 and rows[0].split() == ["gpipe", "15.8%", "16"]
+    cost, least = map(float, re.findall(r"[0-9.]+[0-9]", found))
+    assert 16 * 2.9 <= least <= cost  # sixteen times F, I and W of a stage
 
 
 def test_the_readme_writes_a_schedule(readme):

@@ -50,6 +50,8 @@ OF_PLANS = [
     ("--ep", "2"),
     ("--etp", "2"),
     ("--capacity", "1.25"),
+    ("--schedule", "gpipe"),
+    ("--chunks", "2"),
     ("--microbatches", "2"),
     ("--micro-batch", "1"),
     ("--precision", "bf16-mixed"),
