@@ -114,7 +114,9 @@ class OptimisticStep:
                 f"the optimizer's norm is over the stages {list(known.members)}, the chain has {list(chain.members)}",
                 "give both the same group",
             )
-        self.chain: Group = chain if chain is not None else known  # type: ignore[assignment]
+        found = chain if chain is not None else known
+        assert found is not None
+        self.chain = found
         self.optimizer = optimizer
         optimizer.chain = known if known is not None else chain
         self.stale, self.taken_back, self.snapshot_bytes = False, 0, 0

@@ -202,7 +202,8 @@ class Execution:
     ) -> tuple[Tensor | None, Tensor | None]:
         if not (self.context.recompute and self.trains):
             return self.stages.forward(*given)
-        return checkpoint(self.stages.forward, *given, use_reentrant=False)  # type: ignore[return-value]
+        again: Any = checkpoint(self.stages.forward, *given, use_reentrant=False)
+        return again
 
     def _roots(self, stage: int, microbatch: int, kept: Kept) -> tuple[list[GradientEdge], list[Tensor]]:
         """Where a backward starts, and with which gradients."""

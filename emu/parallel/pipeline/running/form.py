@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -34,7 +34,7 @@ class Form(NamedTuple):
     @classmethod
     def of(cls, words: Sequence[int]) -> Form:
         """What `words` said."""
-        units: list[tuple[tuple[int, ...], torch.dtype] | None] = []
+        units: list[Any] = []
         at = 1
         while at < len(words):
             if words[at] < 0:
@@ -44,5 +44,5 @@ class Form(NamedTuple):
             end = at + 2 + words[at + 1]
             units.append((tuple(words[at + 2 : end]), DTYPES[words[at]]))
             at = end
-        (shape, dtype), *rest = units  # type: ignore[misc]
+        (shape, dtype), *rest = units
         return cls(shape, dtype, words[0], tuple(rest))
