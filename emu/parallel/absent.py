@@ -73,7 +73,8 @@ class Absent(nn.Parameter):
 def name_absent(parameters: Sequence[nn.Parameter], names: Sequence[str], unit: str) -> None:
     """Tells parameters what to say of themselves when they are away."""
     for p, name in zip(parameters, names):
-        p._emu_name, p._emu_unit, p._emu_shape = name, unit, p.shape  # type: ignore[attr-defined]
+        told: Any = p
+        told._emu_name, told._emu_unit, told._emu_shape = name, unit, p.shape
 
 
 def _found(value: Any) -> Any:

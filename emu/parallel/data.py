@@ -125,12 +125,13 @@ class DataParallel:
     def loss_sum(self, x: Tensor, y: Tensor) -> Tensor:
         """The summed loss of this rank's rows. Its `.backward()` sums gradients over ranks while it goes on."""
         gathering = self._gathering
+        model: Any = self.model
         if gathering is not None:
             gathering.enter(gathering.root)
         x = self._as_activation(x)
         try:
             with self._autocast():
-                loss = self.model.loss_sum(x, y)  # type: ignore[operator]
+                loss = model.loss_sum(x, y)
         except BaseException:
             if gathering is not None:
                 gathering.give_up()

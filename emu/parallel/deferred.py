@@ -186,7 +186,8 @@ def _flattened(edge: GradientEdge, grad: Tensor) -> tuple[GradientEdge, Tensor]:
 
 
 # Function.apply without what it does for torch.func, under which nothing is put off.
-_product: Any = super(Function, _Product).apply  # type: ignore[misc]
+_base: Any = super(Function, _Product)
+_product = _base.apply
 
 
 def _inlet(x: Tensor) -> Any:
@@ -228,7 +229,8 @@ def _adds() -> bool:
 
 def _checkpointed() -> bool:
     """Whether a checkpoint is what would keep the tensors that are saved now."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
+    torchs: Any = torch._C  # whose types do not say all that it has
+    hooks = torchs._autograd._top_saved_tensors_default_hooks(True)
     return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
 
 

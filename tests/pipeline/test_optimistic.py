@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,6 +17,7 @@ from emu.models import Decoder
 from emu.models.config import Config
 from emu.parallel import LossScale, Pipeline
 from emu.parallel.optimistic import OptimisticStep
+from emu.parallel.pipeline import Action, Schedule
 from emu.parallel.pipeline.lowering import lowered
 from emu.parallel.pipeline.running.executor import may_start_again, warm_up_of
 from emu.parallel.pipeline.schedules import SCHEDULES, make
@@ -28,8 +33,11 @@ BATCHES = [
 ]
 
 
-def train(rank: emu.Rank, schedule: str, microbatches: int, clip: float, optimistic: bool) -> dict[str, object]:
-    pipe = Pipeline(Decoder(CONFIG), rank, "dp", schedule=schedule, microbatches=microbatches, zero=1)
+def train(
+    rank: emu.Rank, schedule: Any, microbatches: int, clip: float, optimistic: bool, config: Config = CONFIG
+) -> dict[str, object]:
+    torch.manual_seed(int(rank))
+    pipe = Pipeline(Decoder(config), rank, "dp", schedule=schedule, microbatches=microbatches, zero=1)
     optimizer = pipe.optimizer(torch.optim.AdamW, lr=0.05, clip=clip)
     optimist = OptimisticStep(optimizer) if optimistic else None
     losses, stale = [], 0
@@ -62,6 +70,28 @@ def test_steps_in_advance_end_in_the_same_bits(schedule, dp, microbatches, clip,
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     if clip != 3.0:
         assert {result["stale"] for result in here.results} == {"2" if clip < 1 else "0"}
+
+
+def one_by_one(rank: int, ranks: int, microbatches: int, chunks: int) -> Iterator[Action]:
+    """Every microbatch alone: the second rank waits, before its first backward, for what comes after the first one's."""
+    for m in range(microbatches):
+        yield from (Action(rank, "F", m), Action(rank, "B", m))
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v", one_by_one])
+def test_a_warm_up_done_again_draws_the_same_random_numbers(schedule, dropout):
+    """Also where ranks cannot warm up before they validate. (Each rank has its own random numbers.)"""
+    mesh = emu.Mesh(pp=2, dp=1)
+    config = replace(CONFIG, dropout=dropout)
+    there, here = (emu.launch(train, mesh, args=(schedule, 4, 0.3, o, config)) for o in (False, True))
+    assert {result["stale"] for result in here.results} == {"2"}
+    ours, theirs = whole_results(here.results, mesh), whole_results(there.results, mesh)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_ranks_that_wait_for_what_comes_after_a_warm_up_may_not_start_again():
+    assert not may_start_again(lowered(Schedule.of(one_by_one, 2, 4)).rows)
 
 
 def test_forwards_that_were_not_done_again_are_noticed(monkeypatch):

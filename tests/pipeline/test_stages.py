@@ -9,6 +9,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import emu
+from emu.models import Config, Decoder
+from emu.parallel import shard_model
 from emu.parallel.pipeline.running.stages import Stages
 
 WIDTH = 6
@@ -258,3 +260,20 @@ class CalledAgain(Chain):
 def test_what_stages_cannot_do_is_told(model, says):
     with pytest.raises(emu.EmuError, match=says):
         emu.launch(trained, emu.Mesh(pp=2), args=(model, {}))
+
+
+def test_every_sequence_has_its_own_length_under_sp():
+    """Stages are told how long a sequence is whose tokens they have some of: 5 and 4 of 2 ranks are 3, 2 and 2, 2 each."""
+    config = Config(layers=4, width=8, heads=2, vocab=16, seq=6)
+    drawn = torch.Generator().manual_seed(1)
+    batches = [tuple(torch.randint(0, 16, (2, n), generator=drawn) for _ in range(2)) for n in (5, 4, 3, 6, 5)]
+
+    def program(rank):
+        model = Decoder(config)
+        sharding = shard_model(model, rank, sp=True)
+        pipe = emu.Pipeline(model, rank, schedule="zb-v", microbatches=2, sharding=sharding)
+        return torch.stack([pipe.evaluate(batch) for batch in batches] + [pipe.backward(batch) for batch in batches])
+
+    losses = emu.launch(program, emu.Mesh(pp=2, tp=2)).results[0]
+    alone = torch.stack([Decoder(config).loss_sum(x, y) / y.numel() for x, y in batches]).double()
+    assert torch.allclose(losses, torch.cat([alone, alone]), rtol=1e-6)  # float32, in another order of sums

@@ -57,10 +57,10 @@ def _sends(schedule: Schedule, rank: int, action: Action) -> list[tuple[Action, 
     """What leaves a rank after an action, as (send, to which rank, its receive)."""
     leaving = []
     for a in action.each():
-        if a.kind in GIVES:
+        if a.kind in GIVES and a.microbatch is not None:
             send = Action(a.stage, SEND_F if a.kind == F else SEND_B, a.microbatch)
             receive = Action(*other_end(send))
-            to = schedule.places.get((receive.stage, receive.microbatch), rank)  # type: ignore[arg-type]  # it has one
+            to = schedule.places.get((receive.stage, a.microbatch), rank)
             if to != rank:
                 leaving.append((send, to, receive))
     return leaving

@@ -33,11 +33,11 @@ class Schedule:
     def places(self) -> dict[tuple[int, int], int]:
         """(stage, microbatch) -> the rank that runs it."""
         return {
-            (a.stage, a.microbatch): rank  # type: ignore[misc]  # a forward has a microbatch
+            (a.stage, a.microbatch): rank
             for rank, row in enumerate(self.rows)
             for action in row
             for a in action.each()
-            if a.kind == F
+            if a.kind == F and a.microbatch is not None
         }
 
     @property
