@@ -346,3 +346,8 @@ def test_a_large_schedule_is_checked_and_timed_at_once():
         return time.process_time() - began
 
     assert min(seconds() for _ in range(5)) < 0.2
+
+
+def test_a_rank_without_anything_to_do_is_told():
+    with pytest.raises(ScheduleError, match="rank 1 of 2 has nothing to do"):
+        check(Schedule((Schedule.parse("0F0 0B0").rows[0], ())))
