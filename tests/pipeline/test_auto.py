@@ -1,7 +1,6 @@
 """The automatic schedule: valid, within the memory, never worse than one written by hand, above what nothing can beat."""
 
 import random
-import time
 
 import pytest
 from hypothesis import given, settings
@@ -126,11 +125,13 @@ def test_two_chunks_in_a_v_have_no_bubble_in_the_memory_of_1f1b(p):
 
 @pytest.mark.parametrize("memory", [16, 32])
 @pytest.mark.parametrize("chunks", [1, 2])
-def test_16_ranks_and_128_microbatches_take_less_than_two_seconds(chunks, memory):
+def test_16_ranks_and_128_microbatches_are_no_worse_than_1f1b(chunks, memory):
+    """How long it takes, bench_pipeline.py --schedules tells."""
     times = Times(11.325 / chunks, 11.308 / chunks, 8.1087 / chunks, 0.378)
-    began = time.process_time()
-    make("auto", 16, 128, chunks, times=times, memory=memory, weight_share=0.43)
-    assert time.process_time() - began < 2
+    found = make("auto", 16, 128, chunks, times=times, memory=memory, weight_share=0.43)
+    check(found)
+    assert max(peak_activations(found, 0.43)) <= memory * chunks + 1e-9
+    assert timed(found, times).cost < timed(make("1f1b", 16, 128), Times(11.325, 11.308, 8.1087, 0.378)).cost
 
 
 def test_the_same_arguments_give_the_same_schedule():

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-import time
 from contextlib import suppress
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emu.parallel.pipeline import Action, Schedule, check, checks, lowered, needs, overlap, peak_activations, timed
+from emu.parallel.pipeline import Action, Schedule, check, checks, lowered, overlap, peak_activations, timed
 from emu.parallel.pipeline.schedules import make
 from emu.spmd import EmuError, ScheduleError
 
@@ -334,18 +333,11 @@ def test_a_name_is_no_schedule():
     assert "make('1f1b'" in caught.value.hint
 
 
-def test_a_large_schedule_is_checked_and_timed_at_once():
-    """0.1 s at 16 ranks, 128 microbatches and two chunks, sends and receives included; twice that for a slower machine."""
+def test_a_large_schedule_is_checked_and_timed():
+    """16 ranks, 128 microbatches and two chunks, sends and receives included; how fast, bench_pipeline.py --schedules tells."""
     schedule = lowered(make("interleaved", 16, 128, 2))
-
-    def seconds():
-        needs._kept.cache_clear()  # nothing from the last time
-        began = time.process_time()
-        check(schedule)
-        timed(schedule)
-        return time.process_time() - began
-
-    assert min(seconds() for _ in range(5)) < 0.2
+    check(schedule)
+    assert len([a for row in timed(schedule).rows for a in row]) == 16 * 128 * 2 * 2
 
 
 def test_a_rank_without_anything_to_do_is_told():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 
 import pytest
 from hypothesis import given
@@ -307,11 +306,6 @@ def test_chunks(name):
 
 
 @pytest.mark.parametrize("name", DUAL)
-def test_large_schedules_are_built_in_no_time(name):
-    """16 ranks, 128 microbatches. About 0.01 s; the bound leaves room for a busy machine."""
-    best = 1.0
-    for _ in range(3):
-        start = time.process_time()
-        Schedule.of(SCHEDULES[name], 16, 128)
-        best = min(best, time.process_time() - start)
-    assert best < 0.1
+def test_large_schedules_can_be_run(name):
+    """16 ranks, 128 microbatches; how fast they are built, bench_pipeline.py --schedules tells."""
+    check(Schedule.of(SCHEDULES[name], 16, 128))

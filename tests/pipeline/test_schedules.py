@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -207,10 +205,10 @@ def test_the_same_question_is_answered_once():
 
 
 @pytest.mark.parametrize("name", HERE)
-def test_a_schedule_of_sixteen_ranks_and_128_microbatches_is_made_at_once(name):
+def test_a_schedule_of_sixteen_ranks_and_128_microbatches_can_be_run(name):
+    """How fast it is made and checked, bench_pipeline.py --schedules tells."""
     for v in (1,) if name in ONE_CHUNK else (1, 2, 4):
-        best = min(_seconds(name, v) for _ in range(3))
-        assert best < 0.05, f"{name}, chunks={v}: {best} s"
+        check(Schedule.of(SCHEDULES[name], 16, 128, v))
 
 
 def test_interleaved_with_one_chunk_is_1f1b():
@@ -259,9 +257,3 @@ def _in_turn(forwards, backwards, ahead):
     for index, backward in enumerate(backwards):
         yield from forwards[ahead + index : ahead + index + 1]
         yield backward
-
-
-def _seconds(name: str, v: int) -> float:
-    start = time.process_time()
-    Schedule.of(SCHEDULES[name], 16, 128, v)
-    return time.process_time() - start

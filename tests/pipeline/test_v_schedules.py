@@ -6,7 +6,6 @@ them and holds 2 p activations of a chunk.
 
 from __future__ import annotations
 
-import time
 from math import ceil
 
 import pytest
@@ -259,12 +258,6 @@ def test_other_numbers_of_chunks_are_refused(name):
 
 
 @pytest.mark.parametrize("name", V)
-def test_large_schedules_are_built_in_no_time(name):
-    """16 ranks, 128 microbatches: 12288 actions. About 0.02 s; the bound leaves room for a busy machine."""
-    best = 1.0
-    for _ in range(3):
-        squeezed.cache_clear()
-        start = time.process_time()
-        Schedule.of(SCHEDULES[name], 16, 128)
-        best = min(best, time.process_time() - start)
-    assert best < 0.1
+def test_large_schedules_can_be_run(name):
+    """16 ranks, 128 microbatches; how fast they are built, bench_pipeline.py --schedules tells."""
+    check(Schedule.of(SCHEDULES[name], 16, 128))
