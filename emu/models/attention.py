@@ -1,8 +1,13 @@
-"""Causal self-attention with grouped key and value heads: one fused kernel, or spelled out step by step."""
+"""Causal self-attention with grouped key and value heads: one fused kernel, or spelled out step by step.
+
+Packed documents do not see each other: a mask says what is hidden. What turns queries, keys and values into their mixture
+is a module of its own, the core, with `attends = True`: whoever cuts sequences over ranks puts another in its place.
+"""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,14 +18,16 @@ from emu.models.layers import Dropout, Linear
 from emu.models.rotary import Rotation, rotate
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """softmax(q k' / sqrt(head_dim), causal) v in one kernel: FlashAttention, https://arxiv.org/abs/2205.14135.
+def attention(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None = None) -> Tensor:
+    """softmax(q k' / sqrt(head_dim), masked) v in one kernel: FlashAttention, https://arxiv.org/abs/2205.14135.
 
     Query head i reads key and value head i // (heads / kv_heads). Differentiable once.
 
     Args:
         q: [batch, heads, seq, head_dim]; batch or seq may be 0.
         k, v: [batch, kv_heads, seq, head_dim], kv_heads a divisor of heads.
+        hidden: bool, True where a query must not see a key, [batch, 1, seq, seq] or [seq, seq]; every query sees some.
+            None: causal.
 
     Returns:
         [batch, heads, seq, head_dim], in the memory order [batch, seq, heads, head_dim].
@@ -31,15 +38,30 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     heads, kv_heads = _check(q, k, v)
     if q.shape[-2] == 0:  # the CPU kernel divides by the number of queries
         return q + 0 * (k.sum() + v.sum())
+    bias = None if hidden is None else torch.zeros_like(hidden, dtype=q.dtype).masked_fill(hidden, -math.inf)
     if q.device.type in ("cpu", "meta"):
         # F.scaled_dot_product_attention takes this kernel on a CPU but spells the softmax out on meta tensors.
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)[0]
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=heads != kv_heads)
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        return kernel(q, k, v, 0.0, True)[0] if bias is None else kernel(q, k, v, 0.0, False, attn_mask=bias)[0]
+    return F.scaled_dot_product_attention(q, k, v, bias, is_causal=bias is None, enable_gqa=heads != kv_heads)
 
 
 def causal_mask(seq: int, device: torch.device | None = None) -> Tensor:
     """What a query must not see: [seq, seq] bool, True where the key comes later than the query."""
     return torch.ones(seq, seq, dtype=torch.bool, device=device).triu(1)
+
+
+def document_mask(documents: Tensor) -> Tensor:
+    """The same where tokens see those of their own document only.
+
+    Args:
+        documents: [batch, seq], a number for every token, the same for tokens of one document.
+
+    Returns:
+        [batch, 1, seq, seq] bool.
+    """
+    others = documents[:, None, :, None] != documents[:, None, None, :]
+    return others | causal_mask(documents.shape[1], documents.device)
 
 
 def spelled_out(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, dropout: nn.Module) -> Tensor:
@@ -50,7 +72,7 @@ def spelled_out(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, dropout: nn.Modul
 
     Args:
         q, k, v: as for attention().
-        mask: [seq, seq] bool, as causal_mask makes it.
+        mask: [seq, seq] bool, as causal_mask makes it, or [batch, 1, seq, seq], as document_mask does.
         dropout: a module for the weights [batch, heads, seq, seq].
 
     Returns:
@@ -80,10 +102,34 @@ def _check(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int]:
     return heads, kv_heads
 
 
-class Attention(nn.Module):
-    """The attention branch of a block: projections q, k, v, attention, projection o.
+class Fused(nn.Module):
+    """Attention's core as one kernel."""
 
-    Names: q, k, v, o, dropout (of attention weights, where attention is spelled out).
+    attends = True
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        """As attention(); mask: what is hidden, or None for what is causal."""
+        return attention(q, k, v, mask)
+
+
+class SpelledOut(nn.Module):
+    """Attention's core operator by operator. Names: dropout (of attention weights)."""
+
+    attends = True
+
+    def __init__(self, dropout: float):
+        super().__init__()
+        self.dropout = Dropout(dropout)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        """As spelled_out(); mask: what is hidden, or None for what is causal."""
+        return spelled_out(q, k, v, causal_mask(q.shape[-2], q.device) if mask is None else mask, self.dropout)
+
+
+class Attention(nn.Module):
+    """The attention branch of a block: projections q, k, v, the core, projection o.
+
+    Names: q, k, v, core, o.
 
     The number of heads follows from what the projections return, so a shard of them is attention over fewer heads.
     """
@@ -91,21 +137,21 @@ class Attention(nn.Module):
     def __init__(self, config: Config):
         super().__init__()
         self.head_dim = config.head_dim
-        self.fused = config.fused
         queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
         self.q = Linear(config.width, queries, bias=config.bias)
         self.k = Linear(config.width, keys, bias=config.bias)
         self.v = Linear(config.width, keys, bias=config.bias)
+        self.core = Fused() if config.fused else SpelledOut(config.attention_dropout)
         self.o = Linear(queries, config.width, bias=config.bias)
-        self.dropout = Dropout(config.attention_dropout)
 
-    def forward(self, x: Tensor, rotation: Rotation | None = None, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, rotation: Rotation | None = None, mask: Any = None) -> Tensor:
         """Attention of each sequence to itself.
 
         Args:
             x: [batch, seq, width].
             rotation: the model's rotary tables, or None.
-            mask: [seq, seq] bool, the causal mask (None: it is made where it is needed). Fused attention reads none.
+            mask: what the core is told of who sees what; of the cores here a bool tensor, True where a query must not see a
+                key, or None: all that is causal.
 
         Returns:
             [batch, seq, width].
@@ -115,9 +161,5 @@ class Attention(nn.Module):
         v = self.v(x).unflatten(-1, (-1, self.head_dim))
         if rotation is not None:
             q, k = rotate(q, rotation), rotate(k, rotation)
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        if self.fused:
-            mixed = attention(q, k, v)
-        else:
-            mixed = spelled_out(q, k, v, causal_mask(x.shape[1], x.device) if mask is None else mask, self.dropout)
+        mixed = self.core(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask)
         return self.o(mixed.transpose(1, 2).flatten(-2))

@@ -69,6 +69,13 @@ def check(config: Config) -> None:
             f"is {config.attention_dropout!r}, but fused attention never writes its weights to memory, so none can be dropped",
             "Use fused=False to have attention spelled out, or attention_dropout=0.0.",
         )
+    end = config.document_end
+    if end is not None and (isinstance(end, bool) or not isinstance(end, int) or not 0 <= end < config.vocab):
+        raise ConfigError(
+            "document_end",
+            f"is {end!r}, which is no token of a vocabulary of {config.vocab}",
+            f"Use a number from 0 to {config.vocab - 1}, or None where sequences are not packed.",
+        )
     _check_experts(config)
 
 

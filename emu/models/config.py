@@ -37,6 +37,8 @@ class Config:
             (https://arxiv.org/abs/1512.00567, section 7).
         fused: attention is one kernel, which keeps no scores; False spells it out, as it was before there were such
             kernels, and keeps them all (https://arxiv.org/abs/2205.05198 counts their bytes).
+        document_end: the token that ends a document: sequences are packed of documents that do not see each other
+            (https://arxiv.org/abs/2407.21783, section 3.2); None: each is one document.
         attention_dropout: probability of zeroing an attention weight; it needs fused=False.
         experts: how many MLPs each block has, of width ffn and without biases, of which every token meets top_k
             (https://arxiv.org/abs/1701.06538); 0: one MLP, a dense model.
@@ -76,6 +78,7 @@ class Config:
     label_smoothing: float = 0.0
     fused: bool = True
     attention_dropout: float = 0.0
+    document_end: int | None = None
     experts: int = 0
     top_k: int = 2
     shared_ffn: int = 0

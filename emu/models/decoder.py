@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from emu.models.attention import Attention, causal_mask
+from emu.models.attention import Attention, causal_mask, document_mask
 from emu.models.config import Config
 from emu.models.layers import Dropout, Embedding, Linear, draw_, norm
 from emu.models.loss import IGNORED, CrossEntropy
@@ -29,7 +30,7 @@ class Block(nn.Module):
         self.add_module(self.branch, MoE(config) if config.experts else mlp(config))
         self.dropout = Dropout(config.dropout)
 
-    def forward(self, x: Tensor, rotation: Rotation | None = None, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, rotation: Rotation | None = None, mask: Any = None) -> Tensor:
         """x: [batch, seq, width] -> [batch, seq, width]; rotation, mask: what all layers share, as for Attention."""
         x = x + self.dropout(self.attention(self.norm1(x), rotation, mask))
         return x + self.dropout(getattr(self, self.branch)(self.norm2(x)))
@@ -80,13 +81,14 @@ class Decoder(nn.Module):
             if isinstance(module, Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
 
-    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor | None = None, mask: Any = None) -> Tensor:
         """Logits for the token after each one.
 
         Args:
             tokens: [batch, seq], int32 or int64; batch may be 0.
             positions: where the tokens stand, [seq] or [batch, seq] (None: 0, 1, ...). Attention is causal in the
                 order of the tokens whatever their positions.
+            mask: what every attention's core is told of who sees what (None: what follows from the tokens).
 
         Returns:
             [batch, seq, vocab].
@@ -104,12 +106,33 @@ class Decoder(nn.Module):
         else:
             tables = rotation(positions, self.config.head_dim, self.config.rope_base, x.dtype)
         x = self.dropout(x)
-        mask = None if self.config.fused else causal_mask(tokens.shape[1], tokens.device)
+        mask = self._mask(tokens) if mask is None else mask
         for block in self.blocks:
             x = block(x, tables, mask)
         return self.head(self.norm(x))
 
-    def loss_sum(self, tokens: Tensor, labels: Tensor, positions: Tensor | None = None) -> Tensor:
+    def documents(self, tokens: Tensor) -> Tensor | None:
+        """Which document each token belongs to, if config.document_end says where documents end.
+
+        Args:
+            tokens: [batch, seq].
+
+        Returns:
+            [batch, seq] int64: 0, 1, ... along each sequence; the token that ends a document is its last. None: one document.
+        """
+        if self.config.document_end is None:
+            return None
+        ends = (tokens == self.config.document_end).long()
+        return ends.cumsum(-1) - ends
+
+    def _mask(self, tokens: Tensor) -> Tensor | None:
+        """What is hidden from whom; None: fused attention knows by itself."""
+        documents = self.documents(tokens)
+        if documents is not None:
+            return document_mask(documents)
+        return None if self.config.fused else causal_mask(tokens.shape[1], tokens.device)
+
+    def loss_sum(self, tokens: Tensor, labels: Tensor, positions: Tensor | None = None, mask: Any = None) -> Tensor:
         """The sum of the cross-entropies of all labels that are not -100, in nats, and what unevenly used experts cost.
 
         It is a sum so that parts of a batch add up: divide once, by the number of labels of the whole batch. Without
@@ -118,7 +141,7 @@ class Decoder(nn.Module):
         Args:
             tokens: [batch, seq], as for forward.
             labels: [batch, seq] int64, the token that follows each one, or -100 where it should not count.
-            positions: as for forward.
+            positions, mask: as for forward.
 
         Returns:
             A scalar, in float32 at least.
@@ -131,7 +154,7 @@ class Decoder(nn.Module):
                 f"labels are {tuple(labels.shape)} {labels.dtype}, tokens {tuple(tokens.shape)}: give one int64 label "
                 f"per token, the token that follows it, or {IGNORED} where there is none."
             )
-        loss = self.loss(self(tokens, positions), labels)
+        loss = self.loss(self(tokens, positions, mask), labels)
         uneven = self.balance_sum(labels)
         return loss if uneven is None else loss + uneven
 

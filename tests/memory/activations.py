@@ -140,6 +140,7 @@ def by_term(run: emu.Run, layer: int, rank: int = 0) -> dict[str, int]:
 
 
 def _name(scope: str, op: str, nth: int, softmax_is_over: bool) -> str:
+    scope = "attention" if scope == "attention.core" else scope
     match scope, op:
         case (("norm1" | "norm2"), "native_layer_norm") if nth:
             return NUMBERS
@@ -149,7 +150,7 @@ def _name(scope: str, op: str, nth: int, softmax_is_over: bool) -> str:
             return "input of the first linear"
         case "attention", "_softmax":
             return "softmax"
-        case "attention.dropout", "native_dropout":
+        case "attention.core.dropout", "native_dropout":
             return "attention dropout's mask" if nth else "dropped weights"
         case ("attention", "clone" | "bmm") | ("attention.o", "clone") if softmax_is_over:  # heads side by side
             return "input of the projection"

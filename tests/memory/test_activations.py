@@ -213,9 +213,9 @@ def test_masks_of_torchs_plain_dropout_take_two_bytes(t, sp):
     found = by_term(launched(n, sp, plain_dropout=True), 1)
     expected = table(n, sp) | left_out(n, sp)
     of_weights, of_branches = (expected.pop(term) for term in ("attention dropout's mask", "masks of two dropouts"))
-    assert found.pop("attention.dropout bernoulli_") == 2 * of_weights
+    assert found.pop("attention.core.dropout bernoulli_") == 2 * of_weights
     assert found.pop("dropout bernoulli_") == 2 * of_branches
-    expected["attention.dropout mul"] = expected.pop("dropped weights")
+    expected["attention.core.dropout mul"] = expected.pop("dropped weights")
     assert found == expected
 
 

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from emu.models import Config
-from emu.models.attention import Attention, attention, causal_mask, spelled_out
-from emu.models.decoder import Block
+from emu.models.attention import Attention, attention, causal_mask, document_mask, spelled_out
+from emu.models.decoder import Block, Decoder
 from emu.models.layers import Dropout
 from emu.models.rotary import rotate, rotation
 
@@ -208,3 +208,51 @@ def test_rotary_scores_depend_on_distance_alone():
 
     assert score(7, 3) == pytest.approx(score(104, 100), abs=1e-12)
     assert score(7, 3) != pytest.approx(score(7, 4), abs=1e-3)
+
+
+@st.composite
+def packed(draw):
+    """Documents of the given lengths, a row each: numbers that grow along the row."""
+    seq = draw(st.integers(1, 20))
+    rows = [
+        sorted(draw(st.lists(st.integers(0, 3), min_size=seq, max_size=seq))) for _ in range(draw(st.integers(1, 2)))
+    ]
+    return torch.tensor(rows)
+
+
+@given(packed(), st.integers(1, 3), st.integers(1, 3), st.integers(1, 6), st.booleans(), st.integers(0, 1000))
+@settings(deadline=None, max_examples=60)
+def test_packed_documents_are_attended_to_as_if_each_came_alone(documents, kv_heads, group, head_dim, fused, seed):
+    q, k, v, cotangent = inputs(
+        *documents.shape[:1], kv_heads, group, documents.shape[1], head_dim, torch.float64, seed
+    )
+
+    def together(q, k, v):
+        hidden = document_mask(documents)
+        return attention(q, k, v, hidden) if fused else spelled_out(q, k, v, hidden, Dropout(0.0))
+
+    def alone(q, k, v):
+        rows = []
+        for row, numbers in enumerate(documents):
+            parts = [numbers == n for n in numbers.unique()]
+            rows.append(torch.cat([plain(*(t[row : row + 1, :, part] for t in (q, k, v))) for part in parts], 2))
+        return torch.cat(rows)
+
+    found, right = (with_gradients(function, q, k, v, cotangent) for function in (together, alone))
+    assert error(found, right) <= 1e-12  # as above
+    if len(documents.unique()) > 1 and any(len(row.unique()) > 1 for row in documents):
+        assert error(with_gradients(plain, q, k, v, cotangent), right) > 1e-6  # without the mask it is another function
+
+
+def test_a_decoder_that_knows_where_documents_end_reads_each_by_itself():
+    config = Config(2, 16, 4, vocab=11, seq=12, positions="rotary", document_end=0)
+    tokens = torch.tensor([[3, 4, 0, 5, 6, 7, 0, 0, 8, 9, 1, 2]])
+    with torch.no_grad():
+        model = Decoder(config).double()
+        assert model.documents(tokens).tolist() == [[0, 0, 0, 1, 1, 1, 1, 2, 3, 3, 3, 3]]
+        found = model(tokens)
+        for a, b in ((0, 3), (3, 7), (7, 8), (8, 12)):
+            alone = model(tokens[:, a:b], torch.arange(a, b))
+            assert (found[:, a:b] - alone).abs().max() <= 1e-12 * alone.abs().max()
+        config = Config(2, 16, 4, vocab=11, seq=12, positions="rotary")
+        assert (Decoder(config).double()(tokens) - found).abs().max() > 1e-3

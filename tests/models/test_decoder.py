@@ -167,7 +167,7 @@ def test_modules_have_the_names_that_strategies_look_for():
     assert names == {f"blocks.{i}.{part}" for i in range(2) for part in block} | {"head"}
     names = {name for name, _ in Decoder(MOE).named_modules()}
     parts = ["router", "experts", "shared.up", "balance", "capacity"]
-    assert {f"blocks.1.moe.{part}" for part in parts} | {"loss", "blocks.0.attention.dropout"} <= names
+    assert {f"blocks.1.moe.{part}" for part in parts} | {"loss", "blocks.0.attention.core"} <= names
     assert "blocks.0.mlp" not in names
     assert not any("shared" in n for n, _ in Decoder(dataclasses.replace(MOE, shared_ffn=0)).named_modules())
     assert "positions.weight" in Decoder(TINY).state_dict() and "positions.weight" not in Decoder(LLAMA).state_dict()

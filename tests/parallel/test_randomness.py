@@ -385,7 +385,7 @@ def joined(mesh, drawn, call, sp):
     name, rows = drawn[0][call][0], []
     for i in range(mesh.axes["dp"]):
         parts = [drawn[mesh.rank_at({"dp": i, "tp": j})][call][1] for j in range(mesh.axes["tp"])]
-        sharded = sp or name.endswith("attention.dropout")
+        sharded = sp or name.endswith("attention.core.dropout")
         if not sharded:
             assert all(torch.equal(part, parts[0]) for part in parts), f"{name}: replicas drop differently"
         rows.append(torch.cat(parts, 1) if sharded else parts[0])  # heads of [batch, heads, seq, seq], or the sequence

@@ -63,7 +63,7 @@ def decoder_map(model: Any) -> ShardingMap:
         "blocks.*.attention.q": Column(q),
         "blocks.*.attention.[kv]": Column(kv),
         "blocks.*.attention.o": Row(q),
-        "blocks.*.attention.dropout": Dropout(own=True),  # of weights of this rank's heads
+        "blocks.*.attention.core.dropout": Dropout(own=True),  # of weights of this rank's heads
         "blocks.*.mlp": Region(),
         "blocks.*.mlp.gate": Column(),
         "blocks.*.mlp.up": Column(),
