@@ -1,0 +1,1 @@
+"""Attention as a merge of blocks: which queries meet which keys, the maths of one block, and a tiled kernel step by step."""
