@@ -1,7 +1,7 @@
 """Causal self-attention with grouped key and value heads: one fused kernel, or spelled out step by step.
 
-Packed documents do not see each other: a mask says what is hidden. What turns queries, keys and values into their mixture
-is a module of its own, the core, with `attends = True`: whoever cuts sequences over ranks puts another in its place.
+Packed documents do not see each other: a mask says what is hidden. Whoever cuts sequences over ranks passes an object in its
+place, whose attend(q, k, v, scale) does what the kernel would.
 """
 
 from __future__ import annotations
@@ -105,24 +105,22 @@ def _check(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int]:
 class Fused(nn.Module):
     """Attention's core as one kernel."""
 
-    attends = True
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-        """As attention(); mask: what is hidden, or None for what is causal."""
-        return attention(q, k, v, mask)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Any = None) -> Tensor:
+        """As attention(); mask: what is hidden, None for what is causal, or what attends in its place."""
+        return mask.attend(q, k, v, None) if hasattr(mask, "attend") else attention(q, k, v, mask)
 
 
 class SpelledOut(nn.Module):
     """Attention's core operator by operator. Names: dropout (of attention weights)."""
 
-    attends = True
-
     def __init__(self, dropout: float):
         super().__init__()
         self.dropout = Dropout(dropout)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-        """As spelled_out(); mask: what is hidden, or None for what is causal."""
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Any = None) -> Tensor:
+        """As spelled_out(); mask: what is hidden, None for what is causal, or what attends in its place."""
+        if hasattr(mask, "attend"):
+            return mask.attend(q, k, v, None)
         return spelled_out(q, k, v, causal_mask(q.shape[-2], q.device) if mask is None else mask, self.dropout)
 
 
@@ -150,8 +148,8 @@ class Attention(nn.Module):
         Args:
             x: [batch, seq, width].
             rotation: the model's rotary tables, or None.
-            mask: what the core is told of who sees what; of the cores here a bool tensor, True where a query must not see a
-                key, or None: all that is causal.
+            mask: a bool tensor, True where a query must not see a key; None: all that is causal; or an object whose
+                attend(q, k, v, scale) takes the core's place.
 
         Returns:
             [batch, seq, width].

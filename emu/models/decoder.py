@@ -88,7 +88,7 @@ class Decoder(nn.Module):
             tokens: [batch, seq], int32 or int64; batch may be 0.
             positions: where the tokens stand, [seq] or [batch, seq] (None: 0, 1, ...). Attention is causal in the
                 order of the tokens whatever their positions.
-            mask: what every attention's core is told of who sees what (None: what follows from the tokens).
+            mask: what is hidden, or what attends, for every layer (see Attention). None: what follows from the tokens.
 
         Returns:
             [batch, seq, vocab].

@@ -102,6 +102,8 @@ def _with_loss_sum() -> Any:
 
     def unmasked(module: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any, **options: Any) -> tuple[Tensor, None]:
         """The stock attention, under a name that no mask is made for."""
+        if hasattr(mask := options.get("who_sees_whom"), "attend"):
+            return mask.attend(q, k, v, options.get("scaling")).transpose(1, 2).contiguous(), None
         if q.is_meta:  # torch would spell the softmax out, for want of a kernel on no device
             kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
             mixed = kernel(q, k, v, options.get("dropout", 0.0), True, scale=options.get("scaling"))[0]
@@ -117,12 +119,14 @@ def _with_loss_sum() -> Any:
             super().__init__(config)
             self.loss = CrossEntropy()
 
-        def loss_sum(self, x: Tensor, y: Tensor) -> Tensor:
+        def loss_sum(self, x: Tensor, y: Tensor, positions: Tensor | None = None, mask: Any = None) -> Tensor:
             """The sum of the cross-entropies of all labels that are not -100, in nats.
 
             Args:
                 x: tokens, [batch, seq] int64; batch may be 0.
                 y: labels, [batch, seq] int64: the token that follows each one (the stock class shifts labels; this does not).
+                positions: where the tokens stand, [seq] or [batch, seq] (None: 0, 1, ...).
+                mask: an object whose attend(q, k, v, scale) is every layer's attention (None: the stock one, causal).
 
             Returns:
                 A scalar, in float32 at least.
@@ -130,7 +134,8 @@ def _with_loss_sum() -> Any:
             if len(x) == 0:  # stock attention cannot see the number of heads in a batch without rows
                 x, y = x.new_zeros(1, x.shape[1]), y.new_full((1, y.shape[1]), self.loss.ignore_index)
             with _all_tokens_count(self.config):
-                return self.loss(self(input_ids=x).logits, y)
+                at = positions[None] if positions is not None and positions.dim() == 1 else positions
+                return self.loss(self(input_ids=x, position_ids=at, who_sees_whom=mask).logits, y)
 
     return LlamaForCausalLM
 
