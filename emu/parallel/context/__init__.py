@@ -1,0 +1,5 @@
+"""Context parallelism: sequences cut over ranks, and attention across the cut."""
+
+from emu.parallel.context.cut import KINDS, Cut, make_cut
+
+__all__ = ["KINDS", "Cut", "make_cut"]

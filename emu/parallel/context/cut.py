@@ -1,0 +1,291 @@
+"""Who holds which tokens of a sequence: contiguous, zigzag, striped, or balanced over documents. Plain host data.
+
+What a rank computes, sends and is sent follows from it: `Cut.tokens`, `Cut.pieces`, `Cut.work`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from math import isqrt
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from emu.parallel.attention.pieces import Piece, pieces
+from emu.parallel.attention.tokens import Run, Tokens, tokens, tokens_by_row
+from emu.parallel.context.dealing import within, zigzag, zigzag_of_documents
+from emu.spmd import EmuError, PlanError
+from emu.spmd.layout import split_sizes
+
+KINDS = ("ring", "zigzag", "striped", "all-gather", "ulysses", "usp")
+
+
+@dataclass(frozen=True, eq=False)
+class Cut:
+    """Sequences of one length, cut over the ranks of a context-parallel group. Made by make_cut.
+
+    Args:
+        kind: how attention crosses ranks, one of KINDS.
+        ranks: of the group.
+        length: of a whole sequence, in tokens.
+        documents: [rows, length] int64, on the host: tokens with the same number may see each other. None: one document.
+        ulysses: how many neighbouring ranks exchange heads; the ring goes over groups of that many.
+        ring: the cut over these groups, which attention sees: this one itself where no heads are exchanged.
+    """
+
+    kind: str
+    ranks: int
+    length: int
+    documents: Tensor | None = None
+    ulysses: int = 1
+    ring: Cut = field(default=None, repr=False)  # type: ignore[assignment]
+    _tokens: tuple[Tokens, ...] = field(default=(), repr=False)
+    _pieces: dict[tuple[int, int], list[Piece]] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.ring is None:
+            object.__setattr__(self, "ring", self)
+
+    def tokens(self, i: int) -> Tokens:
+        """What rank i of the group holds."""
+        return self._tokens[i]
+
+    @property
+    def sizes(self) -> list[int]:
+        """How many tokens of a sequence every rank holds; they differ by one at most."""
+        return [len(t) for t in self._tokens]
+
+    def pieces(self, i: int, j: int) -> list[Piece]:
+        """The rectangles in which queries of rank i see keys of rank j, worked out once."""
+        found = self._pieces.get((i, j))
+        if found is None:
+            with torch._C._DisableTorchDispatch():  # the host looks, and the device does not notice
+                found = self._pieces[i, j] = pieces(self.tokens(i), self.tokens(j))
+        return found
+
+    def work(self, i: int) -> float:
+        """How many pairs of a query and a key rank i attends: in one row, or with documents in all rows together.
+
+        Ranks that exchange heads attend all pairs of their group, for their share of the heads, which is counted here.
+        """
+        if self.ring is not self:
+            pairs = self.ring.work(i // self.ulysses)
+            return pairs // self.ulysses if pairs % self.ulysses == 0 else pairs / self.ulysses
+        return self._works[i]
+
+    @cached_property
+    def _works(self) -> list[int]:
+        with torch._C._DisableTorchDispatch():
+            if self.documents is None:
+                return [int((t.positions + 1).sum()) for t in self._tokens]
+            costs = torch.stack([torch.from_numpy(within(row.numpy())[0] + 1) for row in self.documents])
+            return [int(costs.gather(1, self._by_row(t)).sum()) for t in self._tokens]
+
+    def own(self, x: Tensor, i: int, dim: int = 1) -> Tensor:
+        """What rank i holds of something whole, in its order.
+
+        Args:
+            x: [..., length, ...]; where documents make positions differ by row, its dim 0 are the rows.
+            dim: the one of the tokens.
+
+        Raises:
+            EmuError: x has another length or other rows.
+        """
+        dim = self._fits(x, dim, self.length)
+        mine = self.tokens(i)
+        if mine.runs is None:
+            return x.gather(dim, _index(mine.positions, x, dim))
+        parts = [_slice(x, dim, run) for run in mine.runs]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim) if parts else x.narrow(dim, 0, 0)
+
+    def joined(self, parts: Sequence[Tensor], dim: int = 1) -> Tensor:
+        """The whole, in order, of what all ranks hold.
+
+        Args:
+            parts: of every rank, [..., its size, ...].
+            dim: the one of the tokens.
+
+        Raises:
+            EmuError: parts of other lengths or rows.
+        """
+        if len(parts) != self.ranks:
+            raise EmuError(f"{len(parts)} parts are not those of {self.ranks} ranks", "give one part for every rank")
+        for part, size in zip(parts, self.sizes):
+            dim = self._fits(part, dim, size)
+        if self._back is not None:
+            whole = torch.cat(list(parts), dim)
+            return whole.gather(dim, _index(self._back, whole, dim))
+        found = [parts[i].narrow(dim, at, count) for i, at, count in self._order]
+        return found[0] if len(found) == 1 else torch.cat(found, dim) if found else parts[0]
+
+    @cached_property
+    def _order(self) -> list[tuple[int, int, int]]:
+        """Where the sequence lies, from its start to its end: rank, from which of its tokens on, how many."""
+        found: list[tuple[int, int, int, int]] = []
+        for i, t in enumerate(self._tokens):
+            at = 0
+            for run in t.runs or ():
+                if run.step == 1:
+                    found.append((run.start, i, at, len(run)))
+                else:
+                    found += [(place, i, at + n, 1) for n, place in enumerate(range(run.start, run.stop, run.step))]
+                at += len(run)
+        return [entry[1:] for entry in sorted(found)]
+
+    @cached_property
+    def _back(self) -> Tensor | None:
+        """Where each token lies among those of all ranks, [length] or [rows, length]; None where few runs tell."""
+        if all(t.runs is not None and all(run.step == 1 for run in t.runs) for t in self._tokens):
+            return None
+        with torch._C._DisableTorchDispatch():
+            return torch.cat([t.positions for t in self._tokens], -1).argsort(-1)
+
+    def _by_row(self, t: Tokens) -> Tensor:
+        rows = 1 if self.documents is None else len(self.documents)
+        return t.positions if t.positions.dim() == 2 else t.positions.expand(rows, -1)
+
+    def _fits(self, x: Tensor, dim: int, length: int) -> int:
+        at = dim % x.dim() if -x.dim() <= dim < x.dim() else -1
+        if at < 0 or x.shape[at] != length:
+            raise EmuError(
+                f"dim {dim} of a tensor of shape {tuple(x.shape)} is not {length} tokens long",
+                f"this is a cut of sequences of {self.length} tokens over {self.ranks} ranks, {self.sizes}",
+            )
+        rows = next((len(t.positions) for t in self._tokens if t.runs is None), None)
+        if rows is not None and (at == 0 or x.shape[0] != rows):
+            raise EmuError(
+                f"a tensor of shape {tuple(x.shape)} has not the {rows} rows that the cut's documents have",
+                f"let dim 0 be the rows: ranks hold other positions of each ({self.kind} balances documents)",
+            )
+        return at
+
+
+def make_cut(kind: str, length: int, ranks: int, documents: Tensor | None = None, ulysses: int | None = None) -> Cut:
+    """How sequences are cut over ranks.
+
+    "ring" and "ulysses" cut into contiguous parts, "striped" deals tokens out one by one
+    (https://arxiv.org/abs/2311.09431), "zigzag", "all-gather" and "usp" give every rank as much attended work as any
+    other (dealing.py), of documents too, and equally many tokens. "usp" (https://arxiv.org/abs/2405.07719) does so over
+    groups of `ulysses` neighbours, in which tokens lie contiguous.
+
+    Args:
+        kind: one of KINDS.
+        length: of a sequence, in tokens: any.
+        ranks: of the group.
+        documents: [rows, length], whole numbers with values: tokens of a row with the same one may see each other.
+        ulysses: of "usp", how many neighbours exchange heads, a divisor of ranks; None: the largest one that is no larger
+            than the ring.
+
+    Raises:
+        PlanError: a kind that there is not, or `ulysses` that does not fit.
+        EmuError: documents of another length or without values.
+    """
+    if kind not in KINDS:
+        raise PlanError(
+            f"context={kind!r} is no kind of context parallelism", f"use one of {', '.join(KINDS)}", field="context"
+        )
+    if ranks < 1 or length < 0:
+        raise EmuError(f"{length} tokens cannot be cut over {ranks} ranks", "give a length and at least one rank")
+    group = _ulysses(kind, ranks, ulysses)
+    if documents is None:
+        return _plain(kind, length, ranks, group)
+    if documents.is_meta or documents.dim() != 2 or documents.shape[1] != length or documents.is_floating_point():
+        where = " without values" if documents.is_meta else ""
+        raise EmuError(
+            f"documents{where} {tuple(documents.shape)} of {documents.dtype} are not those of sequences of {length} tokens",
+            "give host data: the number of each token's document, [rows, length], whole numbers",
+        )
+    with torch._C._DisableTorchDispatch():
+        return _cut(kind, length, ranks, group, documents.detach().to("cpu", torch.int64))
+
+
+@lru_cache(maxsize=256)
+def _plain(kind: str, length: int, ranks: int, ulysses: int) -> Cut:
+    with torch._C._DisableTorchDispatch():
+        return _cut(kind, length, ranks, ulysses, None)
+
+
+def _cut(kind: str, length: int, ranks: int, ulysses: int, documents: Tensor | None) -> Cut:
+    if kind in ("ulysses", "usp"):
+        ring = _cut("zigzag" if kind == "usp" else "ring", length, ranks // ulysses, 1, documents)
+        parts = [part for t in ring._tokens for part in _parts(t, split_sizes(len(t), ulysses))]
+        return Cut(kind, ranks, length, documents, ulysses, ring, tuple(parts))
+    if kind == "striped":
+        found = [tokens([Run(i, length, ranks)], documents) for i in range(ranks)]
+    elif kind == "ring":
+        sizes = split_sizes(length, ranks)
+        found = [tokens([Run(sum(sizes[:i]), sum(sizes[: i + 1]))], documents) for i in range(ranks)]
+    elif documents is None:
+        found = [tokens(_joined_runs(ranges)) for ranges in zigzag(length, ranks)]
+    else:
+        rows = zigzag_of_documents(documents.numpy(), ranks)
+        found = [tokens_by_row(places, documents) for places in rows]
+    return Cut(kind, ranks, length, documents, 1, None, tuple(found))  # type: ignore[arg-type]
+
+
+def _ulysses(kind: str, ranks: int, asked: int | None) -> int:
+    """How many neighbours exchange heads."""
+    if kind != "usp":
+        alone = ranks if kind == "ulysses" else 1
+        return alone if asked in (None, alone) else _misfit(kind, ranks, asked, alone)
+    fits = [n for n in range(1, ranks + 1) if ranks % n == 0]
+    usual = max(n for n in fits if n <= isqrt(ranks))
+    if asked is None:
+        return usual
+    return asked if asked in fits else _misfit(kind, ranks, asked, min(fits, key=lambda n: abs(n - asked)))
+
+
+def _misfit(kind: str, ranks: int, asked: int | None, nearest: int) -> NoReturn:
+    raise PlanError(
+        f"context={kind!r} over {ranks} ranks cannot exchange heads among {asked!r} of them",
+        f"say ulysses={nearest}" + (", or another divisor of the ranks" if kind == "usp" else ", or use context='usp'"),
+        field="context",
+        value=asked,
+        nearest=nearest,
+    )
+
+
+def _joined_runs(ranges: Sequence[tuple[int, int]]) -> list[Run]:
+    """As few runs as can be."""
+    out: list[Run] = []
+    for start, stop in sorted(pair for pair in ranges if pair[0] < pair[1]):
+        if out and out[-1].stop == start:
+            start = out.pop().start
+        out.append(Run(start, stop))
+    return out
+
+
+def _parts(t: Tokens, sizes: Sequence[int]) -> list[Tokens]:
+    """Tokens cut into contiguous parts of their own order."""
+    out: list[Tokens] = []
+    start = 0
+    for size in sizes:
+        runs, at = [], 0
+        for run in t.runs or ():
+            low, high = max(start - at, 0), min(start + size - at, len(run))
+            if low < high:
+                runs.append(Run(run.start + low * run.step, run.start + (high - 1) * run.step + 1, run.step))
+            at += len(run)
+        some = slice(start, start + size)
+        documents = None if t.documents is None else t.documents[:, some]
+        out.append(Tokens(None if t.runs is None else tuple(runs), t.positions[..., some], documents))
+        start += size
+    return out
+
+
+def _index(positions: Tensor, x: Tensor, dim: int) -> Tensor:
+    """Positions as gather wants them, on the device of x."""
+    shape = [1] * x.dim()
+    shape[dim] = positions.shape[-1]
+    wanted = list(x.shape)
+    wanted[dim] = positions.shape[-1]
+    if positions.dim() == 2:
+        shape[0] = len(positions)
+    return positions.to(x.device).view(shape).expand(wanted)
+
+
+def _slice(x: Tensor, dim: int, run: Run) -> Tensor:
+    return x[(*(slice(None),) * dim, slice(run.start, run.stop, run.step))]
