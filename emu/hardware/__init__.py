@@ -3,7 +3,7 @@
 from .chips import Chip
 from .clusters import Cluster, Fabric, Host, Node
 from .errors import HardwareError
-from .links import Link, Protocol
+from .links import HostLink, Link, Protocol
 from .presets import chip, chip_names, cluster, cluster_names, smallest_cluster
 from .similar import Workload
 
@@ -13,6 +13,7 @@ __all__ = [
     "Fabric",
     "HardwareError",
     "Host",
+    "HostLink",
     "Link",
     "Node",
     "Protocol",

@@ -11,7 +11,7 @@ from typing import Any
 
 from .chips import Chip
 from .clusters import Fabric, Host, Node
-from .links import Link, Protocol
+from .links import HostLink, Link, Protocol
 
 
 def build_chip(table: Mapping[str, Any]) -> Chip:
@@ -38,10 +38,12 @@ def build_host(table: Mapping[str, Any]) -> Host:
     return Host(**_values(table), source=sources.get("launch_s", ""), sources=sources)
 
 
-def build_node(table: Mapping[str, Any], scale_up: Link, devices: int) -> Node:
-    """A node of so many devices, its link and the rest of its table."""
-    own = {key: value for key, value in table.items() if key != "scale_up"}
-    return Node(devices, scale_up, table.get("topology", ""), sources=_sources(own))
+def build_node(table: Mapping[str, Any], devices: int) -> Node:
+    """A node of so many devices, from its table and those of its links."""
+    own = {key: value for key, value in table.items() if key not in ("scale_up", "host_link")}
+    host = table.get("host_link")
+    host_link = None if host is None else HostLink(**_values(host), sources=_sources(host))
+    return Node(devices, build_link(table["scale_up"]), table.get("topology", ""), host_link, _sources(own))
 
 
 def build_fabric(table: Mapping[str, Any]) -> Fabric:

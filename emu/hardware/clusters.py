@@ -9,7 +9,7 @@ from typing import Any
 
 from .chips import Chip
 from .errors import HardwareError
-from .links import Link
+from .links import HostLink, Link
 
 
 @dataclass(frozen=True)
@@ -20,12 +20,15 @@ class Node:
         devices_per_node: how many.
         scale_up: the link of each device to the others of its node.
         topology: in words, e.g. "NVSwitch".
+        host_link: the link of each device to the host's memory, which carries both directions at once; None where no
+            figure is known.
         sources: field name to where its number was read.
     """
 
     devices_per_node: int
     scale_up: Link
     topology: str = ""
+    host_link: HostLink | None = None
     sources: Mapping[str, str] = field(default_factory=dict, hash=False, repr=False)
 
 
@@ -132,6 +135,8 @@ class Cluster:
             ("scale_out", self.scale_out),
             ("host", self.host),
         ]
+        if self.node.host_link is not None:
+            parts.append(("node.host_link", self.node.host_link))
         if self.fabric is not None:
             parts.append(("fabric", self.fabric))
         return {f"{prefix}.{name}": source for prefix, part in parts for name, source in part.sources.items()}

@@ -138,6 +138,15 @@ def _switches(table: ClusterTable, file: File) -> None:
             raise file.error(field, f"{field} stands alone: a switch that sums needs both numbers.", hint)
 
 
+def _host_link(table: ClusterTable, file: File) -> None:
+    link = table.node.host_link
+    if link is not None and (link.calibrated_bytes_per_s or 0) > link.bandwidth_bytes_per_s:
+        field = "node.host_link.calibrated_bytes_per_s"
+        above = f"node.host_link.bandwidth_bytes_per_s = {link.bandwidth_bytes_per_s:g}"
+        message = f"{field} = {link.calibrated_bytes_per_s:g} is above {above}."
+        raise file.error(field, message, "Correct one of them: both are of one direction.", link.calibrated_bytes_per_s)
+
+
 def _levels(table: ClusterTable, file: File) -> None:
     fabric = table.fabric
     if fabric is None:
@@ -153,7 +162,7 @@ def _levels(table: ClusterTable, file: File) -> None:
             raise file.error(field, message, "Each level holds a whole number of the level below.", large)
 
 
-CONTRADICTIONS = (_rates, _memory, _count, _switches, _levels)
+CONTRADICTIONS = (_rates, _memory, _count, _switches, _host_link, _levels)
 
 
 def _missing_hint(field: str) -> str:

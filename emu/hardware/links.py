@@ -1,4 +1,4 @@
-"""What carries bytes between devices: bandwidth, and the time of a step that carries none."""
+"""What carries bytes between devices, and to hosts: bandwidth, and the time of a step that carries none."""
 
 from __future__ import annotations
 
@@ -75,3 +75,29 @@ class Link:
     def __str__(self) -> str:
         rate, step = self.bandwidth_bytes_per_s / 1e9, self.latency_s * 1e6
         return f"{self.name}: {rate:.4g} GB/s a direction, {step:.3g} us a step"
+
+
+@dataclass(frozen=True)
+class HostLink:
+    """One device's link to the host's memory. It carries both directions at once; in each, one copy at a time.
+
+    Args:
+        name: e.g. "PCIe 5 x16".
+        bandwidth_bytes_per_s: of one direction, by the standard.
+        achievable_fraction: share of it that a large copy from or to pinned memory reaches.
+        latency_s: of a copy without bytes.
+        calibrated_bytes_per_s: fitted to a machine at hand; None until calibrated.
+        sources: field name to where its number was read.
+    """
+
+    name: str
+    bandwidth_bytes_per_s: float
+    achievable_fraction: float
+    latency_s: float
+    calibrated_bytes_per_s: float | None = None
+    sources: Mapping[str, str] = field(default_factory=dict, hash=False, repr=False)
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Bytes/s of one direction that a large copy reaches: calibrated, else the achievable share of bandwidth."""
+        return self.calibrated_bytes_per_s or self.bandwidth_bytes_per_s * self.achievable_fraction

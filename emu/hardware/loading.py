@@ -22,6 +22,10 @@
     bandwidth_bytes_per_s = 450e9
     achievable_fraction = 0.8
     latency_s = 3.4e-6                   # a step; optional: name, base_s, tree_latency_s, protocols, in_switch_*
+    [node.host_link]                     # optional: what copies to host memory and back take, one at a time a direction
+    bandwidth_bytes_per_s = 63e9
+    achievable_fraction = 0.84
+    latency_s = 6e-6                     # of a copy; optional: name, calibrated_bytes_per_s
 
     [host]
     launch_s = 7e-6                      # optional: compiled_launch_s, graph_launch_s
@@ -50,6 +54,8 @@ from .complaints import CONTRADICTIONS, File, explain
 from .errors import HardwareError
 from .presets import parse_toml, preset_parts, preset_tables, short_name
 from .schema import ClusterTable
+
+_TABLES = ("chip", "node", "scale_up", "host_link", "scale_out", "host", "fabric")
 
 
 def load_cluster(path: str | PathLike[str]) -> Cluster:
@@ -137,7 +143,7 @@ def _with_sources(
     """Each table with a source by name for every number: the file's, or the preset's where the file says nothing."""
     done = {}
     for key, value in table.items():
-        if isinstance(value, dict) and key in ("chip", "node", "scale_up", "scale_out", "host", "fabric"):
+        if isinstance(value, dict) and key in _TABLES:
             done[key] = _with_sources(value, given.get(key, {}), base.get(key, {}), file)
         else:
             done[key] = value
@@ -168,7 +174,7 @@ def _build(table: dict[str, Any]) -> Cluster:
     return Cluster(
         name=table["name"],
         chip=build_chip(table["chip"]),
-        node=build_node(node, build_link(node["scale_up"]), node["devices_per_node"]),
+        node=build_node(node, node["devices_per_node"]),
         nodes=table["nodes"],
         scale_out=build_link(table["scale_out"]),
         host=build_host(table["host"]),

@@ -120,7 +120,7 @@ def assemble(name: str, short: str, nodes: int, devices: int | None = None, fabr
     return Cluster(
         name=name,
         chip=chip(short),
-        node=build_node(node, build_link(node["scale_up"]), devices or node["devices_per_node"]),
+        node=build_node(node, devices or node["devices_per_node"]),
         nodes=nodes,
         scale_out=build_link(tables["scale_out"]),
         host=build_host(tables["host"]),
@@ -129,12 +129,13 @@ def assemble(name: str, short: str, nodes: int, devices: int | None = None, fabr
 
 
 def preset_parts(short: str) -> dict[str, Any]:
-    """Tables of what surrounds a preset chip: "node" (with its "scale_up"), "scale_out" and "host"."""
+    """Tables of what surrounds a preset chip: "node" (with "scale_up" and "host_link"), "scale_out" and "host"."""
     node = dict(preset_tables("nodes")[short])
     links = preset_tables("links")
-    scale_up, scale_out = (_overlay(links[node[level]["link"]], node[level]) for level in ("scale_up", "scale_out"))
-    del node["scale_out"]
-    return {"node": {**node, "scale_up": scale_up}, "scale_out": scale_out, "host": preset_tables("nodes")["host"]}
+    for level in ("scale_up", "scale_out", "host_link"):
+        if level in node:
+            node[level] = _overlay(links[node[level]["link"]], node[level])
+    return {"scale_out": node.pop("scale_out"), "node": node, "host": preset_tables("nodes")["host"]}
 
 
 def unknown(what: str, name: str, known: Iterable[str]) -> HardwareError:

@@ -101,10 +101,19 @@ class LinkTable(_Table):
         return self
 
 
+class HostLinkTable(_Table):
+    name: str = "host link"
+    bandwidth_bytes_per_s: Positive
+    achievable_fraction: Fraction
+    latency_s: NotNegative
+    calibrated_bytes_per_s: Positive | None = None
+
+
 class NodeTable(_Table):
     devices_per_node: Count
     topology: str = ""
     scale_up: LinkTable
+    host_link: HostLinkTable | None = None
 
 
 class HostTable(_Table):

@@ -12,7 +12,8 @@ length times micro-batch). Their work is matrix products [T, h] x [h, h]; small 
     activations of one       e T h                         k_link  = t h' / (T h)    communication="activations"
     parameters of all        N                             k_hbm   = n / N
 
-Scale FLOP/s by k_flops, HBM bandwidth by k_bytes, link bandwidth by k_link, HBM capacity by k_hbm, and leave every time
+Scale FLOP/s by k_flops, HBM bandwidth by k_bytes, link bandwidth by k_link, HBM capacity by k_hbm, the host link as
+links that carry activations, and leave every time
 alone (launch, shortest kernel, latency of a step). Then one product lasts, from either side of the roofline, exactly as
 long as the real one does on the real chip: k_flops cancels in flops / rate and k_bytes in bytes / bandwidth. As all
 durations are the real ones, so are all ratios:
@@ -37,7 +38,7 @@ from typing import TYPE_CHECKING, Any
 
 from .chips import Chip
 from .errors import HardwareError
-from .links import Link
+from .links import HostLink, Link
 
 if TYPE_CHECKING:
     from .clusters import Cluster
@@ -65,6 +66,7 @@ class Workload:
 class Scale:
     """Factors from the real chip to the similar one, by the law above, and how true elementwise kernels stay.
 
+    activations: of the bytes of one activation, with which the host link scales.
     elementwise: duration of an elementwise kernel of the toy over the real one's; 1 if the toy keeps tokens over width.
     """
 
@@ -72,6 +74,7 @@ class Scale:
     hbm_bytes_per_s: float
     link_bytes_per_s: float
     hbm_bytes: float
+    activations: float
     elementwise: float
 
 
@@ -96,6 +99,7 @@ def scale_between(model: Any, to: Any, communication: str = "gradients") -> Scal
         hbm_bytes_per_s=hbm_bytes_per_s,
         link_bytes_per_s=(h / h_real) ** 2 if communication == "gradients" else activations,
         hbm_bytes=n / n_real,
+        activations=activations,
         elementwise=activations / hbm_bytes_per_s,
     )
 
@@ -149,13 +153,28 @@ def scaled_link(link: Link, scale: Scale) -> Link:
     )
 
 
+def scaled_host_link(link: HostLink, scale: Scale) -> HostLink:
+    """The same for a host link: what travels over it are activations, whatever the links between devices carry."""
+    k, calibrated = scale.activations, link.calibrated_bytes_per_s
+    return replace(
+        link,
+        bandwidth_bytes_per_s=link.bandwidth_bytes_per_s * k,
+        calibrated_bytes_per_s=None if calibrated is None else calibrated * k,
+        sources=_scaled_sources(link.sources, dict.fromkeys(_SCALED_IN_LINKS, k)),
+    )
+
+
 def scaled_cluster(cluster: Cluster, scale: Scale) -> Cluster:
     """The cluster with chip and links scaled. The host stays as it is, as kernels last as long as the real ones."""
     return replace(
         cluster,
         name=f"{cluster.name} (similar)",
         chip=scaled_chip(cluster.chip, scale),
-        node=replace(cluster.node, scale_up=scaled_link(cluster.node.scale_up, scale)),
+        node=replace(
+            cluster.node,
+            scale_up=scaled_link(cluster.node.scale_up, scale),
+            host_link=cluster.node.host_link and scaled_host_link(cluster.node.host_link, scale),
+        ),
         scale_out=scaled_link(cluster.scale_out, scale),
     )
 

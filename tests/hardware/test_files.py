@@ -40,6 +40,14 @@ launch_s = 5e-6
 """
 
 
+HOST_LINK = """
+[node.host_link]
+bandwidth_bytes_per_s = 5e9
+achievable_fraction = 0.5
+latency_s = 1e-6
+"""
+
+
 def written(tmp_path, text):
     path = tmp_path / "cluster.toml"
     path.write_text(text)
@@ -55,6 +63,21 @@ def test_a_file_may_describe_everything_itself(tmp_path):
     assert "cluster.toml" in c.chip.sources["hbm_bytes"]
     assert c.scale_out.source == "the box"
     assert c.sources["scale_out.tree_latency_s"].startswith("assumed")
+    assert c.node.host_link is None
+    link = Cluster.from_toml(written(tmp_path, OWN + HOST_LINK)).node.host_link
+    assert link is not None and (link.bytes_per_s, link.latency_s) == (2.5e9, 1e-6)
+    assert "cluster.toml" in link.sources["bandwidth_bytes_per_s"]
+
+
+def test_a_file_may_give_a_preset_another_host_link(tmp_path):
+    preset = cluster("h100").node.host_link
+    link = Cluster.from_toml(
+        written(tmp_path, 'chip = "h100"\n[node.host_link]\nbandwidth_bytes_per_s = 450e9\n')
+    ).node.host_link
+    assert link is not None and preset is not None
+    assert (link.bandwidth_bytes_per_s, link.latency_s) == (450e9, preset.latency_s)
+    assert "cluster.toml" in link.sources["bandwidth_bytes_per_s"]
+    assert link.sources["latency_s"] == preset.sources["latency_s"]
 
 
 def test_a_file_that_only_names_a_preset_is_that_preset(tmp_path):
@@ -129,6 +152,15 @@ WRONG = {
     ),
     "a cache larger than the memory": (
         change("kernel_s = 1e-6", "kernel_s = 1e-6\nl2_bytes = 2e9"), 10, "chip.l2_bytes", "unit"
+    ),
+    "a negative host link": (
+        OWN + HOST_LINK.replace("5e9", "-5e9"), 30, "node.host_link.bandwidth_bytes_per_s", "per second"
+    ),
+    "a host link faster than itself": (
+        OWN + HOST_LINK + "calibrated_bytes_per_s = 6e9\n", 33, "node.host_link.calibrated_bytes_per_s", "is above"
+    ),
+    "a host link that sums": (
+        OWN + HOST_LINK + "in_switch_fraction = 1.0\n", 33, "node.host_link.in_switch_fraction", "not a field"
     ),
     "an unknown preset": ('chip = "h1000"\n', 1, "chip", "Did you mean h100"),
     "an unknown preset to be like": ('[chip]\nlike = "b20"\n', 2, "chip.like", "b200"),

@@ -118,6 +118,7 @@ def test_no_number_of_a_preset_is_left_out_of_the_tables():
         for part, prefix in (
             (c.chip, "chip."),
             (c.node.scale_up, "node.scale_up."),
+            *([(c.node.host_link, "node.host_link.")] if c.node.host_link else []),
             (c.scale_out, "scale_out."),
             (c.host, "host."),
         ):
@@ -267,3 +268,15 @@ def test_only_a_users_file_brings_pydantic(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text('chip = "h100"')
     assert modules_after(f"h.Cluster.from_toml({str(path)!r})", "pydantic", "torch", "numpy") == ["pydantic"]
+
+
+def test_host_links_are_pcie_at_the_rate_of_their_lanes_and_reach_what_was_measured():
+    # GT/s a lane times 16 lanes, 128 of 130 bits carrying data, 8 bits a byte; rounded to the figures that are quoted.
+    rates = {"PCIe 3 x16": 8e9, "PCIe 4 x16": 16e9, "PCIe 5 x16": 32e9}
+    links = {name: link for name in chip_names() if (link := cluster(name).node.host_link)}
+    for link in links.values():
+        assert link.bandwidth_bytes_per_s == pytest.approx(rates[link.name] * 16 * 128 / 130 / 8, rel=1e-3)
+    assert links["h100"].name == "PCIe 5 x16" and links["a100"].name == "PCIe 4 x16"
+    assert links["h100"].bytes_per_s == pytest.approx(52.77e9, rel=2e-3)  # NVIDIA/nvbandwidth#24, eight H100
+    assert links["a100"].bytes_per_s == pytest.approx(26.0e9, rel=2e-3)  # NVIDIA/nvbandwidth, its README
+    assert cluster("tpu-v5p").node.host_link is None  # no source, so no figure

@@ -130,6 +130,17 @@ def test_times_cores_and_host_are_left_alone_and_caps_scale_with_bandwidth():
         )
 
 
+def test_the_host_link_scales_with_activations_whatever_the_links_between_devices_carry():
+    there = cluster("h100")
+    k = TOY.tokens * TOY.width / (REAL.tokens * REAL.width)
+    for communication in ("gradients", "activations"):
+        small = there.similar(TOY, to=REAL, communication=communication).node.host_link
+        assert small is not None and there.node.host_link is not None
+        assert small.bytes_per_s == pytest.approx(there.node.host_link.bytes_per_s * k, rel=ROUNDING)
+        assert small.latency_s == there.node.host_link.latency_s
+    assert cluster("gb200").similar(TOY, to=REAL).node.host_link is None
+
+
 def test_scaled_numbers_say_that_they_are_scaled():
     c = cluster("h100").similar(TOY, to=REAL)
     assert "for a similar chip" in c.sources["chip.peak_flops.bfloat16"]
