@@ -16,14 +16,17 @@ add its own error with every block.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from emu.parallel.attention import fast
-from emu.parallel.attention.pieces import Piece
+from emu.parallel.attention.pieces import Piece, causal_pairs
+
+STRIP = 256  # keys
+MOST_CUT = 1024  # beyond it the kernel's own blocks leave out enough
 
 
 class Partial(NamedTuple):
@@ -47,34 +50,43 @@ def attend(q: Tensor, k: Tensor, v: Tensor, pieces: Sequence[Piece], scale: floa
     """
     q, k, v = (_wide(x) for x in (q, k, v))
     whole: Partial | None = None
-    for piece in pieces:
-        at = slice(None), slice(None), piece.q
-        seen = slice(None), slice(None), piece.k
+    for piece in _cut_for(q, pieces):
+        at, seen = _places(piece)
         part = Partial(*fast.forward(q[at], k[seen], v[seen], piece.causal, _on(piece.mask, q), _scale(q, scale)))
-        if piece.queries == q.shape[2]:
-            whole = part if whole is None else merged(whole, part)
-            continue
-        if whole is None:
-            whole = nothing(q)
-        both = merged(Partial(whole.out[at], whole.lse[at]), part)
-        whole.out[at] = both.out
-        whole.lse[at] = both.lse
+        if whole is None and piece.queries == q.shape[2]:
+            whole = part
+        else:
+            whole = nothing(q) if whole is None else whole
+            _merge_into(Partial(whole.out[at], whole.lse[at]), part)
     return nothing(q) if whole is None else whole
 
 
 def nothing(q: Tensor) -> Partial:
     """The partial result of queries that have met no key: merged with another, it gives that."""
-    dtype = _dtype(q)
-    out = torch.zeros(q.shape, dtype=dtype, device=q.device)
-    return Partial(out, torch.full(q.shape[:-1], -math.inf, dtype=dtype, device=q.device))
+    batch, heads, queries, head_dim = q.shape
+    out = torch.zeros(batch, queries, heads, head_dim, dtype=_dtype(q), device=q.device).transpose(
+        1, 2
+    )  # as kernels do
+    return Partial(out, torch.full(q.shape[:-1], -math.inf, dtype=out.dtype, device=q.device))
 
 
 def merged(a: Partial, b: Partial) -> Partial:
     """What the keys of both give together. Not associative to the last bit: state the order."""
+    lse, weight_a, weight_b = _weights(a, b)
+    return Partial((a.out * weight_a).addcmul_(b.out, weight_b), lse)
+
+
+def _merge_into(a: Partial, b: Partial) -> None:
+    """merged(), written over the first."""
+    lse, weight_a, weight_b = _weights(a, b)
+    a.out.mul_(weight_a).addcmul_(b.out, weight_b)
+    a.lse.copy_(lse)
+
+
+def _weights(a: Partial, b: Partial) -> tuple[Tensor, Tensor, Tensor]:
     lse = torch.logaddexp(a.lse, b.lse)
     shift = lse.masked_fill(lse == -math.inf, 0.0)  # where neither saw a key: exp(-inf - 0) = 0
-    weight_a, weight_b = (a.lse - shift).exp_().unsqueeze(-1), (b.lse - shift).exp_().unsqueeze(-1)
-    return Partial((a.out * weight_a).addcmul_(b.out, weight_b), lse)
+    return lse, (a.lse - shift).exp_().unsqueeze(-1), (b.lse - shift).exp_().unsqueeze(-1)
 
 
 def backward(
@@ -101,21 +113,46 @@ def backward(
     grad, q, k, v, out, lse = (_wide(x) for x in (grad, q, k, v, out, lse))
     lse = lse.masked_fill(lse == -math.inf, math.inf)  # a row that sees no key has no weight: exp(score - inf) = 0
     sums: list[Tensor | None] = [None, None, None]
-    for piece in pieces:
-        at = slice(None), slice(None), piece.q
-        seen = slice(None), slice(None), piece.k
-        parts = fast.backward(
-            grad[at], q[at], k[seen], v[seen], out[at], lse[at], piece.causal, _on(piece.mask, q), _scale(q, scale)
-        )
-        for i, (part, like, where) in enumerate(zip(parts, (q, k, v), (at, seen, seen))):
-            if part.shape == like.shape:
-                sums[i] = part if sums[i] is None else sums[i] + part  # pyright: ignore[reportOptionalOperand]
-            else:
-                if sums[i] is None:
-                    sums[i] = torch.zeros_like(like)
-                sums[i][where] += part  # pyright: ignore[reportOptionalSubscript]
+    for piece in _cut_for(q, pieces):
+        at, seen = _places(piece)
+        mask = _on(piece.mask, q)
+        parts = fast.backward(grad[at], q[at], k[seen], v[seen], out[at], lse[at], piece.causal, mask, _scale(q, scale))
+        sums = [_sum(s, part, x, place) for s, part, x, place in zip(sums, parts, (q, k, v), (at, seen, seen))]
     dq, dk, dv = (torch.zeros_like(x) if s is None else s for s, x in zip(sums, (q, k, v)))
     return dq, dk, dv
+
+
+def _sum(so_far: Tensor | None, part: Tensor, like: Tensor, place: tuple[slice, ...]) -> Tensor:
+    """A gradient with the part of one piece added at its place."""
+    if so_far is not None:
+        so_far[place].add_(part)
+    elif part.shape == like.shape:
+        so_far = part
+    else:
+        so_far = torch.zeros_like(like)
+        so_far[place].copy_(part)
+    return so_far
+
+
+def _places(piece: Piece) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+    """Where a piece's queries and keys lie in [batch, heads, tokens, ...]."""
+    return (slice(None), slice(None), piece.q), (slice(None), slice(None), piece.k)
+
+
+def _cut_for(q: Tensor, pieces: Sequence[Piece]) -> Iterator[Piece]:
+    """The same pieces, small causal ones in strips of keys.
+
+    torch's CPU kernel takes keys in blocks of 512 and computes every block that any query of 32 to 256 sees, whole: of
+    a causal square of 512 it saves nothing. A strip meets only the queries from its own first on.
+    """
+    for piece in pieces:
+        if not (piece.causal and q.device.type == "cpu" and STRIP < piece.keys <= MOST_CUT):
+            yield piece
+            continue
+        for first in range(0, piece.keys, STRIP):
+            q0, k0, k1 = piece.q.start + first, piece.k.start + first, min(piece.k.start + first + STRIP, piece.k.stop)
+            pairs = causal_pairs(piece.q.stop - q0, k1 - k0)
+            yield Piece(slice(q0, piece.q.stop), slice(k0, k1), k1 - k0 > 1, None, pairs)
 
 
 def _dtype(x: Tensor) -> torch.dtype:

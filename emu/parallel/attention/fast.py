@@ -1,4 +1,16 @@
-"""One rectangle of attention, forward and backward: by the processor's fused kernel where it is right, else spelled out."""
+"""One rectangle of attention, forward and backward, by the processor's own fused kernel.
+
+What was found of torch's CPU kernel (2.13, float32 and float64), and what is done about it here:
+
+* is_causal with unlike lengths is aligned at the top left: query i sees keys 0 .. i, the rest of the queries see all;
+* attn_mask works forward and backward, but must be of the queries' dtype (added to the scores), not bool;
+* grouped heads, any head dim, and views along the sequence are right; the innermost dim must be dense;
+* a query that sees no key gets output 0, which is right, and log-sum-exp 0, which is not: it is set to -inf here. Where
+  only a mask hides keys that is known beforehand; where scores themselves are -inf, the host has to look;
+* going back, exp(-inf - -inf) is nan, so such a row's log-sum-exp must come in as +inf;
+* without queries, keys or heads it divides by zero and takes the process down;
+* with 16-bit inputs it rounds each result to 16 bits. Callers widen inputs to float32.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +19,13 @@ import math
 import torch
 from torch import Tensor
 
+from emu.parallel.attention import spelled
+
 aten = torch.ops.aten
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    """out and lse of queries that meet keys; both are new tensors.
+    """out and lse of queries that meet keys: new tensors. Queries that see none: 0 and -inf.
 
     Args:
         q, k, v: [batch, heads or kv_heads, queries or keys, head_dim], float32 or float64.
@@ -19,7 +33,16 @@ def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None, 
         mask: [rows or 1, queries, keys] bool, True where a key is seen.
         scale: of the scores.
     """
-    return spelled_forward(q, k, v, causal, mask, scale)
+    if not _has_kernel(q, k):
+        return spelled.forward(q, k, v, causal, mask, scale)
+    q, k, v = (_dense(x) for x in (q, k, v))
+    bias = _bias(mask, q)
+    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
+    if mask is not None:
+        lse = lse.masked_fill(~mask.any(-1).unsqueeze(1), -math.inf)
+    if _host_sees(lse == 0) and _host_sees((out == 0).all(-1).logical_and_(lse == 0)):
+        return spelled.forward(q, k, v, causal, mask, scale)
+    return out, lse
 
 
 def backward(
@@ -33,56 +56,44 @@ def backward(
     mask: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv of one rectangle, given the row's out and lse (+inf for a row without any weight)."""
-    return spelled_backward(grad, q, k, v, out, lse, causal, mask, scale)
+    """dq, dk, dv of one rectangle.
+
+    Args:
+        grad, out, lse: of the whole rows of these queries; lse +inf for a row that sees no key in any rectangle.
+        q, k, v, causal, mask, scale: as for forward().
+    """
+    if not _has_kernel(q, k):
+        return spelled.backward(grad, q, k, v, out, lse, causal, mask, scale)
+    grad, q, k, v, out, lse = (_dense(x) for x in (grad, q, k, v, out, lse))
+    dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad, q, k, v, out, lse, 0.0, causal, attn_mask=_bias(mask, q), scale=scale
+    )
+    # An infinite query or key whose every score is -inf has weight 0; the kernel multiplies it by 0 and gets nan.
+    # Without a mask, the last query meets every key, and the first key every query.
+    probe = (dq, dk) if mask is not None else (dq[:, :, -1], dk[:, :, 0])
+    if _host_sees(~(probe[0].sum() + probe[1].sum()).isfinite()):
+        return spelled.backward(grad, q, k, v, out, lse, causal, mask, scale)
+    return dq, dk, dv
 
 
-def spelled_forward(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor]:
-    """forward(), operator by operator."""
-    grouped = _grouped(q, k)
-    scores = _scores(q, k, causal, mask, scale)
-    lse = scores.logsumexp(-1)
-    weights = (scores - lse.masked_fill(lse == -math.inf, 0.0).unsqueeze(-1)).exp_()
-    return (weights.view(*grouped[:3], -1) @ v).view(q.shape), lse
+def _has_kernel(q: Tensor, k: Tensor) -> bool:
+    return q.device.type in ("cpu", "meta") and q.numel() > 0 and k.numel() > 0
 
 
-def spelled_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    causal: bool,
-    mask: Tensor | None,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """backward(), operator by operator."""
-    grouped = _grouped(q, k)
-    weights = (_scores(q, k, causal, mask, scale) - lse.unsqueeze(-1)).exp_()
-    inner = (grad.reshape(grouped) @ v.mT).view(weights.shape)
-    scores_grad = weights * (inner - (grad * out).sum(-1, keepdim=True)) * scale
-    flat = scores_grad.view(*grouped[:3], -1)
-    dq = (flat @ k).view(q.shape)
-    return dq, flat.mT @ q.reshape(grouped), weights.view(flat.shape).mT @ grad.reshape(grouped)
+def _dense(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _grouped(q: Tensor, k: Tensor) -> tuple[int, int, int, int]:
-    """Query heads of one group lie below each other: they meet the same keys in one product."""
-    batch, heads, queries, head_dim = q.shape
-    kv_heads = k.shape[1]
-    return batch, kv_heads, (heads // kv_heads if kv_heads else 0) * queries, head_dim
+def _bias(mask: Tensor | None, q: Tensor) -> Tensor | None:
+    """What the kernel adds to scores: 0 where a key is seen, -inf elsewhere."""
+    if mask is None:
+        return None
+    return torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, -math.inf).unsqueeze(1)
 
 
-def _scores(q: Tensor, k: Tensor, causal: bool, mask: Tensor | None, scale: float) -> Tensor:
-    """[batch, heads, queries, keys], -inf where a key is not seen."""
-    queries, keys = q.shape[2], k.shape[2]
-    scores = ((q * scale).reshape(_grouped(q, k)) @ k.mT).view(*q.shape[:3], keys)
-    if causal:
-        hidden = torch.ones(queries, keys, dtype=torch.bool, device=q.device).triu_(1)
-        scores = scores.masked_fill_(hidden, -math.inf)
-    if mask is not None:
-        scores = scores.masked_fill_(~mask.unsqueeze(1), -math.inf)
-    return scores
+def _host_sees(found: Tensor) -> bool:
+    """Whether any is True. A fused kernel would see to it itself, so that no device notices that the host looked."""
+    if found.device.type == "meta":
+        return False
+    with torch._C._DisableTorchDispatch():
+        return bool(found.any())
