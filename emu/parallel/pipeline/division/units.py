@@ -75,7 +75,7 @@ def divided(model: nn.Module, stages: int, how: str | Sequence[int] | Sequence[s
     names = [unit.path for unit in units]
     what = type(model).__name__
     _check_kind(how)
-    if not isinstance(how, str) and how and isinstance(how[0], str):
+    if not isinstance(how, str) and (isinstance(how[0], str) if how else stages == 1):  # one stage begins by itself
         return _from_names(units, stages, [str(one) for one in how], what)
     layers = layers_of(units)
     if isinstance(how, str):
