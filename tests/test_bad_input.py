@@ -119,9 +119,9 @@ MESHES = [
     ),
     Case(
         "plan: unknown axis",
-        lambda: emu.Plan("dp=2,cp=2"),
+        lambda: emu.Plan("dp=2,fsdp=2"),
         PlanError,
-        "no strategy for axis 'cp'",
+        "no strategy for axis 'fsdp'",
         "nearest plan is mesh=dp=2",
     ),
     Case("plan: no mesh", lambda: emu.Plan("two"), PlanError, "mesh='two'", 'write the mesh as "dp=2,tp=4"'),

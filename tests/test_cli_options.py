@@ -52,6 +52,7 @@ OF_PLANS = [
     ("--capacity", "1.25"),
     ("--schedule", "gpipe"),
     ("--chunks", "2"),
+    ("--context", "ring"),
     ("--microbatches", "2"),
     ("--micro-batch", "1"),
     ("--precision", "bf16-mixed"),

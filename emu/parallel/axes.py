@@ -5,7 +5,7 @@ from __future__ import annotations
 from emu.spmd import PlanError
 
 MOST_RANKS = 10**9  # along one axis: beyond, a slip of the keyboard is more likely than a machine
-DATA_AXES = ("dp",)  # those that cut the batch
+DATA_AXES = ("dp", "cp")  # those that cut the batch: its rows, and its sequences
 AXES = (*DATA_AXES, "pp", "tp")  # those that strategies exist for
 FOLDS = ("ep", "etp")  # those that arrange the same ranks once more, for experts
 

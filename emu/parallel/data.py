@@ -7,7 +7,7 @@ per-rank means would weigh every rank alike; see pytorch/pytorch#67253.)
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -15,22 +15,21 @@ import torch
 from torch import Tensor, nn
 
 from emu.parallel.batch import Batch, as_batch, check_model, checked_rank
+from emu.parallel.context.sequences import AXIS, Sequences
 from emu.parallel.gathering import Gathering
-from emu.parallel.gradients import Gradients
 from emu.parallel.grouping import BUCKET_BYTES
-from emu.parallel.optimizer import Optimizer
-from emu.parallel.scaling import LossScale
+from emu.parallel.holding import Holding
+from emu.parallel.scaling import LossScale, checked_scale
 from emu.parallel.shards import Shards
-from emu.parallel.state.piece import Piece
 from emu.parallel.summing import Summing
 from emu.parallel.tensor.held import Sharding
 from emu.parallel.wrapping import checked_options, wrap
-from emu.spmd import EmuError, Grads, Group, Precision, Rank
+from emu.spmd import EmuError, Group, Precision, Rank
 
 AUTOCAST = (torch.bfloat16, torch.float16)  # the dtypes that torch's autocast knows on every device
 
 
-class DataParallel:
+class DataParallel(Holding):
     """A model under data parallelism. It is no module: `.model` is.
 
     Args:
@@ -53,6 +52,8 @@ class DataParallel:
         find_unused: whether ranks may differ in which parameters get a gradient, or leave some without any: costs a
             small all-reduce a step. Otherwise a missing gradient is an error.
         sharding: what `shard_model` returned, for a model that is cut inside its layers.
+        context: how attention crosses ranks along the axis cp, which cuts sequences and not rows: "ring", "zigzag",
+            "striped", "all-gather", "ulysses" or "usp"; see `Sequences`.
 
     Raises:
         EmuError: no module, one without loss_sum, a rank that is none, or options that do not go together.
@@ -74,6 +75,7 @@ class DataParallel:
         by_owner: bool = False,
         find_unused: bool = False,
         sharding: Sharding | None = None,
+        context: str = "zigzag",
     ) -> None:
         check_model(model)
         checked_rank(rank, "emu.DataParallel(model, rank, ...)")
@@ -88,6 +90,11 @@ class DataParallel:
         self.model, self.rank, self.axes, self.zero, self.sharding = model, rank, axes, zero, sharding
         alone = sharding is not None and not axes  # every rank gets the whole batch
         self.group = rank.group(members=[rank.id], label="alone") if alone else rank.group(*axes)
+        self.sequences = Sequences(model, rank, context) if AXIS in axes else None
+        self.rows = self.group  # the ranks that the rows are cut over
+        if self.sequences is not None:
+            cutting = [axis for axis in axes if axis != AXIS]
+            self.rows = rank.group(*cutting) if cutting else rank.group(members=[rank.id], label="alone")
         checked_options(self.group.size, self.group.label, zero, replicate, prefetch, bucket_bytes)
         self._chain: Group | None = None  # the stages of a pipeline
         self.roles = Precision.preset(precision) if precision is not None else None
@@ -115,11 +122,6 @@ class DataParallel:
         taken: Any = model
         taken.in_data_parallel = True  # so that nobody takes it for a plain one
 
-    @property
-    def gradients(self) -> list[Gradients]:
-        """Those of every vector that trains, in the order in which ranks reduce them."""
-        return self.summing.gradients
-
     # A training step.
 
     def loss_sum(self, x: Tensor, y: Tensor) -> Tensor:
@@ -131,7 +133,11 @@ class DataParallel:
         x = self._as_activation(x)
         try:
             with self._autocast():
-                loss = model.loss_sum(x, y)
+                if self.sequences is None:
+                    loss = model.loss_sum(x, y)
+                else:
+                    with self.sequences.part(x, y) as (x, y, more):
+                        loss = model.loss_sum(x, y, **more)
         except BaseException:
             if gathering is not None:
                 gathering.give_up()
@@ -206,7 +212,7 @@ class DataParallel:
             EmuError: gradients of earlier batches that are neither finished nor forgotten.
         """
         batch = as_batch(batch)
-        x, y = batch.part(self.group, sizes)
+        x, y = batch.part(self.rows, sizes)
         if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
             raise EmuError(f"microbatches={microbatches!r}", "cut the rows into 1 or more")
         parts = list(zip(x.tensor_split(microbatches), y.tensor_split(microbatches)))
@@ -259,79 +265,8 @@ class DataParallel:
         batch = as_batch(batch)
         self.summing.check_settled()  # stages whose steps hold, and others whose steps do not, are no model
         with torch.no_grad():
-            total = self.loss_sum(*batch.part(self.group, sizes)).detach().clone()
+            total = self.loss_sum(*batch.part(self.rows, sizes)).detach().clone()
         return self._losses().all_reduce(total, name="loss").div_(batch.tokens)
-
-    # What it holds.
-
-    def optimizer(self, kind: Any, groups: Sequence[Mapping[str, Any]] | None = None, **options: Any) -> Optimizer:
-        """An optimizer of this rank's part of the parameters; see `Optimizer`."""
-        return Optimizer(self.model, self.summing, self.roles, kind, groups, chain=self._chain, **options)
-
-    def pieces(self) -> list[Piece]:
-        """This rank's part of the parameters, in the optimizer's precision."""
-        self.summing.check_settled()
-        return [piece for shards in self.vectors for piece in shards.pieces()]
-
-    def gather_gradients(self) -> Grads:
-        """Whole gradients by name, in the optimizer's precision, on every rank. Every rank must call it, after finish.
-
-        Of a model that is cut inside its layers they are this rank's pieces, with their layouts.
-        """
-        self.summing.check_settled()
-        return self._in_order({k: v for g in self.gradients for k, v in g.whole().items()})
-
-    def gather_parameters(self) -> Grads:
-        """Whole parameters by name, in the optimizer's precision, on every rank. Every rank must call it."""
-        self.summing.check_settled()
-        return self._in_order({k: v for shards in self.vectors for k, v in shards.whole().items()})
-
-    def _in_order(self, values: Mapping[str, Tensor]) -> Grads:
-        layouts = self.sharding.layouts if self.sharding is not None else {}
-        return Grads({name: values[name] for name, _ in self.model.named_parameters() if name in values}, layouts)
-
-    @contextmanager
-    def gathered(self) -> Iterator[nn.Module]:
-        """Within it all parameters are whole on every rank, to be read. Every rank must enter it.
-
-        Raises:
-            EmuError: they were written, which the shards, or copies in another precision, would not notice; or a step was
-                taken in advance and is not validated.
-        """
-        self.summing.check_settled()
-        if self._gathering is not None:
-            self._gathering.arrive_all()
-        parameters = [(n, p) for s in self.vectors if s.is_a_copy for n, p in zip(s.flat.names, s.parameters)]
-        before = [p._version for _, p in parameters]
-        try:
-            yield self.model
-            written = [name for (name, p), version in zip(parameters, before) if p._version != version]
-            if written:
-                raise EmuError(
-                    f"{written[0]} was written within gathered(), which is for reading: the optimizer has its own copy",
-                    "load values into the model before DataParallel takes it over (rank 0's count), "
-                    "or with emu.parallel.state.load",
-                )
-        finally:
-            if self._gathering is not None:
-                self._gathering.free_all()
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """The model's parameters, e.g. for an optimizer of torch's.
-
-        Raises:
-            EmuError: an optimizer must work on something else: shards, or copies in another precision.
-        """
-        return iter([p for _, p in self.named_parameters()])
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The model's parameters with their names. Raises an EmuError where an optimizer must work on something else."""
-        if self.sharding is not None or not all(gradients.shards.in_place for gradients in self.gradients):
-            raise EmuError(
-                "the optimizer's parameters are this rank's pieces, or copies in another precision",
-                "make it with .optimizer(torch.optim.AdamW, lr=...); for their values use gather_parameters()",
-            )
-        return self.model.named_parameters()
 
     def __getattr__(self, name: str) -> Any:  # only what is not found otherwise
         model = self.__dict__.get("model")
@@ -356,10 +291,3 @@ class DataParallel:
             f"DataParallel({model} on {self.rank!r}, batch cut over the {group.size} ranks of {group.label!r}{how}; "
             "no module: .backward(batch) trains it, .model is the module)"
         )
-
-
-def checked_scale(scale: Any) -> LossScale | None:
-    """The scale, if it is one, or None; else an EmuError."""
-    if scale is not None and not isinstance(scale, LossScale):
-        raise EmuError(f"scale={scale!r} is a {type(scale).__name__}", "pass a LossScale: emu.parallel.LossScale(1024)")
-    return scale

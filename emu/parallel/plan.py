@@ -1,4 +1,4 @@
-"""A plan: which parallelism a model is trained with. Data, pipeline, tensor, sequence and expert parallelism so far."""
+"""A plan: which parallelism a model is trained with, and what is computed again or moved away to save memory."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, cast
 from torch import nn
 
 from emu.parallel.axes import AXES, DATA_AXES, FOLDS, parse_mesh
+from emu.parallel.context.cut import KINDS
 from emu.parallel.data import DataParallel
 from emu.parallel.pipeline.pipeline import Pipeline
 from emu.parallel.pipeline.schedules import make
@@ -24,7 +25,7 @@ class Plan:
 
     Args:
         mesh: axes, outermost first, as text: "dp=8"; or a Mesh, of which it takes the axes.
-        zero: what is sharded over dp: 0 nothing, 1 optimizer states, 2 gradients too, 3 parameters too (FSDP).
+        zero: what is sharded over dp and cp: 0 nothing, 1 optimizer states, 2 gradients too, 3 parameters too (FSDP).
         replicate: how many groups of ranks hold the same shards (HSDP).
         reshard_after_forward: with zero=3: whether parameters are freed between forward and backward.
         prefetch: with zero=3: how many units are gathered ahead of the one that computes.
@@ -33,6 +34,7 @@ class Plan:
         capacity: how many times its even share of a sequence's tokens an expert takes at most; None drops nothing.
         schedule: with pp: which rank does what when: gpipe, 1f1b, ... (see emu.parallel.pipeline.SCHEDULES).
         chunks: with pp: how many stages a rank holds; 1 is what the schedule has by nature.
+        context: with cp: how attention crosses ranks: ring, zigzag, striped, all-gather, ulysses or usp.
         microbatches: into how many parts a rank's share of a step is cut; or micro_batch, the most sequences of a rank at once.
         global_batch, seq: sequences in a step, and tokens in each.
         precision: a preset.
@@ -50,6 +52,7 @@ class Plan:
     capacity: float | None = None
     schedule: str = "1f1b"
     chunks: int = 1
+    context: str = "zigzag"
     microbatches: int = 1
     micro_batch: int | None = None
     global_batch: int = 8
@@ -71,7 +74,7 @@ class Plan:
                 field="mesh",
             )
         self._take_folds()
-        ranks = self.axes().get("dp", 1)
+        ranks = prod(self.axes().get(axis, 1) for axis in DATA_AXES)
         for field in ("global_batch", "seq", "microbatches", "micro_batch", "chunks", "ep", "etp"):
             value = getattr(self, field)
             if field == "micro_batch" and value is None:
@@ -88,7 +91,10 @@ class Plan:
                 raise PlanError(f"{field}={getattr(self, field)!r}", "say True or False", field=field)
         self._check_layers()
         self._check_schedule()
-        checked_options(ranks, "dp", self.zero, self.replicate, self.prefetch)
+        self._check_context()
+        checked_options(
+            ranks, "dp+cp" if self.axes().get("cp", 1) > 1 else "dp", self.zero, self.replicate, self.prefetch
+        )
         if self.micro_batch is not None and self.microbatches > 1 and self.microbatches != self.accumulated():
             raise PlanError(
                 f"micro_batch={self.micro_batch} cuts a rank's {self._rows()} sequences into {self.accumulated()} microbatches, "
@@ -175,6 +181,31 @@ class Plan:
                     nearest=1,
                 )
 
+    def _check_context(self) -> None:
+        """Raises a PlanError for sequences that cannot be cut so."""
+        if self.context not in KINDS:
+            raise PlanError(
+                f"there is no context={self.context!r}",
+                f"use one of {', '.join(KINDS)}",
+                field="context",
+                nearest="zigzag",
+            )
+        if self.context != "zigzag" and self.axes().get("cp", 1) == 1:
+            raise PlanError(
+                f"context={self.context} cuts sequences over cp, but mesh={self.mesh} has no cp of more than one rank",
+                f"leave context out, or add cp: mesh={self.mesh or 'dp=1'},cp=2",
+                field="context",
+                nearest="zigzag",
+            )
+        if self.capacity is not None and self.axes().get("cp", 1) > 1:
+            raise PlanError(
+                f"capacity={self.capacity} drops tokens in the order of their sequence, of which ranks along cp have parts "
+                "out of order",
+                "leave capacity out (nothing is dropped), or cp",
+                field="capacity",
+                nearest=None,
+            )
+
     def axes(self) -> dict[str, int]:
         """Axis -> size, outermost first, of those that multiply devices.
 
@@ -252,8 +283,10 @@ def parallelize(model: nn.Module, plan: Plan, rank: Rank) -> DataParallel:
         )
     if plan.capacity is not None:
         set_capacity(model, plan.capacity)
-    shares = any(getattr(m, "over", None) == "batch" for m in model.modules())  # a balance loss over all ranks' rows
-    inside = plan.axes().get("tp", 1) * plan.ep * plan.etp > 1 or (shares and there.size > 1)
+    balances = {getattr(m, "over", None) for m in model.modules()}  # what balance losses are over
+    sequences = plan.axes().get("cp", 1) > 1
+    shares = ("batch" in balances and there.size > 1) or ("sequence" in balances and sequences)
+    inside = plan.axes().get("tp", 1) * plan.ep * plan.etp > 1 or shares
     strategy, more = DataParallel, {}
     if plan.axes().get("pp", 1) > 1:
         strategy, more = (
@@ -265,6 +298,7 @@ def parallelize(model: nn.Module, plan: Plan, rank: Rank) -> DataParallel:
         rank,
         *(axis for axis in DATA_AXES if axis in rank.mesh.axes),
         sharding=shard_model(model, rank, sp=plan.sp) if inside else None,
+        context=plan.context,
         **more,
         zero=plan.zero,
         replicate=plan.replicate,

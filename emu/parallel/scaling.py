@@ -62,3 +62,10 @@ class LossScale:
 
     def __repr__(self) -> str:
         return f"LossScale({self.value:g}, {self.since} steps since it changed)"
+
+
+def checked_scale(scale: Any) -> LossScale | None:
+    """The scale, if it is one, or None; else an EmuError."""
+    if scale is not None and not isinstance(scale, LossScale):
+        raise EmuError(f"scale={scale!r} is a {type(scale).__name__}", "pass a LossScale: emu.parallel.LossScale(1024)")
+    return scale

@@ -27,12 +27,12 @@ def test_a_mesh_is_read_in_the_order_it_is_written(axes):
 
 
 def test_an_axis_without_a_strategy_names_the_nearest_plan():
-    with pytest.raises(PlanError, match=r"no strategy for axis 'cp'.*\n.*nearest plan is mesh=dp=4") as error:
-        emu.Plan("dp=4,cp=2")
+    with pytest.raises(PlanError, match=r"no strategy for axis 'fsdp'.*\n.*nearest plan is mesh=dp=4") as error:
+        emu.Plan("dp=4,fsdp=2")
     assert error.value.nearest == "dp=4"
     with pytest.raises(PlanError, match="nearest plan is mesh=dp=1"):
         emu.Plan("weird=3")
-    assert emu.Plan("dp=4,cp=1").axes() == {"dp": 4, "cp": 1}  # of size 1 it does nothing
+    assert emu.Plan("dp=4,fsdp=1").axes() == {"dp": 4, "fsdp": 1}  # of size 1 it does nothing
 
 
 @pytest.mark.parametrize(
@@ -84,8 +84,8 @@ def test_a_plan_makes_its_mesh():
 def test_a_plan_takes_the_axes_of_a_mesh():
     assert emu.Plan(mesh=emu.Mesh(dp=4)) == emu.Plan("dp=4")
     assert emu.Plan(emu.Mesh()).axes() == {}
-    with pytest.raises(PlanError, match="no strategy for axis 'cp'"):
-        emu.Plan(emu.Mesh(dp=2, cp=2))
+    with pytest.raises(PlanError, match="no strategy for axis 'fsdp'"):
+        emu.Plan(emu.Mesh(dp=2, fsdp=2))
     for wrong in (4, None, {"dp": 4}):
         with pytest.raises(PlanError, match=r"mesh=.* is a .*\n.*emu.Plan\(\"dp=8\"\)") as error:
             emu.Plan(wrong)

@@ -4,9 +4,10 @@ Both are sums over tokens. Each rank sums its own, and ranks add up what they ha
 probabilities' sums the twin depends on who reads them:
 
 * over tp every rank computes the same loss from them, once: `reduce_from`, whose backward is the identity;
-* over data ranks each has a loss of its own, of its own labels, and the sums are in all of them: then the gradient of a
-  rank's probabilities comes from every rank's loss, and a `copy_to` after it adds them up. Without it the gradient is that
-  of the rank's own loss, and falls short by the number of ranks (NVIDIA-NeMo/Automodel#1408).
+* over data ranks, and ranks that hold other tokens of the same sequences (cp), each has a loss of its own, of its own
+  labels, and the sums are in all of them: then the gradient of a rank's probabilities comes from every rank's loss, and a
+  `copy_to` after it adds them up. Without it the gradient is that of the rank's own loss, and falls short by the number of
+  ranks (NVIDIA-NeMo/Automodel#1408).
 """
 
 from __future__ import annotations
@@ -20,20 +21,24 @@ from torch import Tensor, nn
 from emu.spmd import EmuError, Group, copy_to, reduce_from
 
 
-def become_shared_balance(module: nn.Module, group: Group, data: Group | None = None) -> None:
+def become_shared_balance(
+    module: nn.Module, group: Group, data: Group | None = None, context: Group | None = None
+) -> None:
     """Makes a plain balance loss one over all ranks that hold parts of what it is over, in place.
 
     Args:
         module: with `over` ("sequence" or "batch") and totals(probabilities [batch, seq, experts], experts [batch, seq, k]),
             which gives choices [batch, experts] int64, summed probabilities [batch, experts], and tokens.
         group: whose ranks hold parts of each sequence, and compute the same loss.
-        data: whose ranks hold other sequences of the batch, and add their losses up.
+        data: whose ranks hold other tokens of the batch, and add their losses up.
+        context: whose ranks, among those, hold other tokens of the same sequences.
     """
     _refuse_twice(module, SharedBalance)
-    if group.size == 1 and (data is None or data.size == 1 or module.over != "batch"):
+    others = data if module.over == "batch" else context  # that have losses of their own of what it is over
+    if group.size == 1 and (others is None or others.size == 1):
         return
     shared: Any = module
-    shared.sequence, shared.data = group, data
+    shared.sequence, shared.others = group, others
     shared.__class__ = _shared(SharedBalance, type(module))
 
 
@@ -69,7 +74,7 @@ class SharedBalance(nn.Module):
     """A balance loss over the ranks that hold parts of a sequence or batch; see `become_shared_balance`."""
 
     sequence: Group
-    data: Group | None
+    others: Group | None
     totals: Any  # the plain module's
     over: str
 
@@ -82,11 +87,10 @@ class SharedBalance(nn.Module):
             mass = reduce_from(mass, self.sequence, name="balance probabilities")
         if self.over == "batch":  # only now: sequences are whole
             choices, mass = choices.sum(0, keepdim=True), mass.sum(0, keepdim=True)
-        if self.over == "batch" and self.data is not None and self.data.size > 1:
-            choices = self.data.all_reduce(choices, name="balance choices")
-            mass = copy_to(
-                reduce_from(mass, self.data, name="balance probabilities"), self.data, name="balance gradients"
-            )
+        others = self.others
+        if others is not None and others.size > 1:
+            choices = others.all_reduce(choices, name="balance choices")
+            mass = copy_to(reduce_from(mass, others, name="balance probabilities"), others, name="balance gradients")
         total = choices.sum(-1, keepdim=True).clamp(min=1)  # k choices a token: nobody needs to know how many tokens
         used = choices.to(mass.dtype) * (n_experts / total.to(mass.dtype))
         tokens = total[:, 0].div(experts.shape[-1], rounding_mode="floor").clamp(min=1)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from emu.parallel.batch import Batch, as_batch, check_model, checked_plain, checked_rank
-from emu.parallel.data import DataParallel, checked_scale
+from emu.parallel.data import DataParallel
 from emu.parallel.optimistic import OptimisticStep
 from emu.parallel.pipeline.asked import checked, maker, rows_of
 from emu.parallel.pipeline.division.units import divided
@@ -25,7 +25,7 @@ from emu.parallel.pipeline.running.executor import Context, Execution, may_start
 from emu.parallel.pipeline.running.mail import Mail
 from emu.parallel.pipeline.running.stages import Stages
 from emu.parallel.pipeline.schedule import Generator, Schedule
-from emu.parallel.scaling import LossScale
+from emu.parallel.scaling import LossScale, checked_scale
 from emu.parallel.tensor.held import Sharding
 from emu.spmd import EmuError, Group, PlanError, Rank
 
@@ -95,6 +95,7 @@ class Pipeline(DataParallel):
         self._torn = False  # whether a batch was left in the middle, with messages under way
         super().__init__(model, rank, *axes, sharding=self.stages.sharding, **options)
         self._chain = rank.group("pp") if self.mail is not None else None
+        self.stages.sequences = self.sequences
 
     def _follow(self, schedule: Schedule) -> None:
         if schedule.stages_of != self.schedule.stages_of:
@@ -227,7 +228,7 @@ class Pipeline(DataParallel):
                 "an earlier batch failed in the middle, and messages of it may still be under way between stages",
                 "make the Pipeline anew, or emu.parallel.state.load into a new one what was saved last",
             )
-        x, y = batch.part(self.group, sizes)
+        x, y = batch.part(self.rows, sizes)
         rows = rows_of(len(x), self.schedule.microbatches if microbatches is None else microbatches)
         if min(rows) < 0 or sum(rows) != len(x):
             raise EmuError(

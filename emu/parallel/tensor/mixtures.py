@@ -68,7 +68,8 @@ def experts(surgery: Surgery, path: str, where: str, module: nn.Module, style: s
 def balance(surgery: Surgery, path: str, where: str, module: nn.Module, style: s.Balance) -> None:
     """Its sums go over all ranks that hold parts of a sequence, or rows of the batch."""
     data = [axis for axis in surgery.rank.mesh.axes if axis not in ("pp", "tp")]
-    become_shared_balance(module, surgery.tp, surgery.rank.group(*data) if data else None)
+    group = surgery.rank.group
+    become_shared_balance(module, surgery.tp, group(*data) if data else None, group("cp") if "cp" in data else None)
 
 
 def capacity(surgery: Surgery, path: str, where: str, module: nn.Module, style: s.Capacity) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from emu.parallel.context.sequences import Sequences
 from emu.parallel.pipeline.division.units import Unit
 from emu.parallel.pipeline.running.elsewhere import Elsewhere
 from emu.parallel.pipeline.running.form import Form
@@ -45,6 +46,7 @@ class Stages:
     ) -> None:
         self.model, self.rank, self.last = model, rank, len(units) - 1
         self.under_way: Pass | None = None
+        self.sequences: Sequences | None = None  # what cuts them over ranks, if anything does
         self.known: dict[int, Any] = {}  # of the last pass
         self._checked: set[int] = set()  # stages whose modules keep no part of the loss
         at = rank.coords.get("pp", 0)
@@ -94,7 +96,11 @@ class Stages:
         now = self.under_way = Pass(stage, incoming, form)
         self.known = now.known
         try:
-            loss = model.loss_sum(x, y)
+            if self.sequences is None:
+                loss = model.loss_sum(x, y)
+            else:
+                with self.sequences.part(x, y, whole=False) as (x, y, more):
+                    loss = model.loss_sum(x, y, **more)
         except Leaves as leaves:
             own = getattr(model, "balance_sum", None)  # of a loss that layers have by themselves
             part = own(y) if own is not None else None
