@@ -18,7 +18,7 @@ from emu.parallel import Pipeline, shard_model
 from emu.parallel.pipeline import peak_activations
 from emu.parallel.pipeline.division.balancing import balanced, least_worst, lightest, spans
 from emu.parallel.pipeline.division.measuring import Measured, measure
-from emu.parallel.pipeline.division.units import units_of
+from emu.parallel.pipeline.division.units import divided, units_of
 from emu.parallel.pipeline.division.weighing import Needs, in_flight, layers_by_cost, layers_by_memory
 from emu.parallel.pipeline.schedules import make
 from emu.spmd import EmuError, PlanError
@@ -330,3 +330,10 @@ def test_what_is_missing_to_measure_is_said():
     with pytest.raises(PlanError, match="cut inside its layers") as caught:
         emu.launch(cut_inside, emu.Mesh(pp=2, tp=2))
     assert "layers_by_memory" in caught.value.hint
+
+
+def test_a_single_stage_begins_by_itself_and_nobody_names_it():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    assert [[unit.path for unit in some] for some in divided(model, 1, [])] == [["0", "1"]]
+    with pytest.raises(PlanError, match="layers on 2 stages"):
+        divided(model, 2, [])

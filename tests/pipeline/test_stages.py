@@ -277,10 +277,3 @@ def test_every_sequence_has_its_own_length_under_sp():
     losses = emu.launch(program, emu.Mesh(pp=2, tp=2)).results[0]
     alone = torch.stack([Decoder(config).loss_sum(x, y) / y.numel() for x, y in batches]).double()
     assert torch.allclose(losses, torch.cat([alone, alone]), rtol=1e-6)  # float32, in another order of sums
-
-
-def test_a_single_stage_begins_by_itself_and_nobody_names_it():
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
-    assert [[unit.path for unit in some] for some in divided(model, 1, [])] == [["0", "1"]]
-    with pytest.raises(emu.PlanError, match="0 layers|layers on 2 stages"):
-        divided(model, 2, [])
