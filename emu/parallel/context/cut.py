@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from math import isqrt
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -21,6 +21,13 @@ from emu.spmd import EmuError, PlanError
 from emu.spmd.layout import split_sizes
 
 KINDS = ("ring", "zigzag", "striped", "all-gather", "ulysses", "usp")
+
+
+class Half(NamedTuple):
+    """Half of a rank's keys: how many they are, and the rectangles in which the rank's queries see them."""
+
+    keys: int
+    pieces: list[Piece]
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +51,7 @@ class Cut:
     ring: Cut = field(default=None, repr=False)  # type: ignore[assignment]
     _tokens: tuple[Tokens, ...] = field(default=(), repr=False)
     _pieces: dict[tuple[int, int], list[Piece]] = field(default_factory=dict, repr=False)
+    _halves: dict[int, tuple[Half, Half]] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         if self.ring is None:
@@ -64,6 +72,26 @@ class Cut:
         if found is None:
             with torch._C._DisableTorchDispatch():  # the host looks, and the device does not notice
                 found = self._pieces[i, j] = pieces(self.tokens(i), self.tokens(j))
+        return found
+
+    def pieces_of_all(self, i: int) -> list[Piece]:
+        """The rectangles in which queries of rank i see keys of the whole sequence, in order of position."""
+        found = self._pieces.get((i, -1))
+        if found is None:
+            with torch._C._DisableTorchDispatch():
+                everything = tokens([Run(0, self.length)], self.documents)
+                found = self._pieces[i, -1] = pieces(self.tokens(i), everything)
+        return found
+
+    def halves(self, i: int) -> tuple[Half, Half]:
+        """Rank i's own keys, the first and the last half of them. All but the first few of its queries see the first half."""
+        found = self._halves.get(i)
+        if found is None:
+            mine = self.tokens(i)
+            with torch._C._DisableTorchDispatch():
+                parts = _parts(mine, split_sizes(len(mine), 2))
+                first, last = (Half(len(part), pieces(mine, part)) for part in parts)
+            found = self._halves[i] = first, last
         return found
 
     def work(self, i: int) -> float:
@@ -116,10 +144,24 @@ class Cut:
         for part, size in zip(parts, self.sizes):
             dim = self._fits(part, dim, size)
         if self._back is not None:
-            whole = torch.cat(list(parts), dim)
-            return whole.gather(dim, _index(self._back, whole, dim))
+            return self.in_order(torch.cat(list(parts), dim), dim)
         found = [parts[i].narrow(dim, at, count) for i, at, count in self._order]
         return found[0] if len(found) == 1 else torch.cat(found, dim) if found else parts[0]
+
+    def in_order(self, x: Tensor, dim: int = 1) -> Tensor:
+        """Tokens by position that lie by rank, as an all-gather gives them. Arguments as for own()."""
+        dim = self._fits(x, dim, self.length)
+        if self._back is None:
+            return self.joined(x.split(self.sizes, dim), dim)
+        return x.gather(dim, _index(self._back, x, dim))
+
+    def by_rank(self, x: Tensor, dim: int = 1) -> Tensor:
+        """Tokens by rank that lie by position, as a reduce-scatter takes them. Arguments as for own()."""
+        dim = self._fits(x, dim, self.length)
+        if self._back is None:
+            found = [_slice(x, dim, run) for t in self._tokens for run in t.runs or ()]
+            return found[0] if len(found) == 1 else torch.cat(found, dim) if found else x
+        return x.gather(dim, _index(self._there, x, dim))
 
     @cached_property
     def _order(self) -> list[tuple[int, int, int]]:
@@ -141,7 +183,13 @@ class Cut:
         if all(t.runs is not None and all(run.step == 1 for run in t.runs) for t in self._tokens):
             return None
         with torch._C._DisableTorchDispatch():
-            return torch.cat([t.positions for t in self._tokens], -1).argsort(-1)
+            return self._there.argsort(-1)
+
+    @cached_property
+    def _there(self) -> Tensor:
+        """Positions of all tokens, rank by rank, [length] or [rows, length]."""
+        with torch._C._DisableTorchDispatch():
+            return torch.cat([t.positions for t in self._tokens], -1)
 
     def _by_row(self, t: Tokens) -> Tensor:
         rows = 1 if self.documents is None else len(self.documents)

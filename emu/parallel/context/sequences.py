@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from emu.parallel.context.attending import attention
 from emu.parallel.context.cut import KINDS, Cut, make_cut
 from emu.spmd import EmuError, Group, PlanError, Rank
 
@@ -31,8 +32,6 @@ class Attends:
         Returns:
             As q.
         """
-        from emu.parallel.context import attention  # type: ignore[attr-defined]  # being built
-
         self.used = True
         return attention(q, k, v, self.cut, self.group, self.rank, scale)
 

@@ -1,0 +1,94 @@
+"""Ring attention: keys and values go round, and every rank attends to them as they come by.
+
+Liu, Zaharia, Abbeel 2023, https://arxiv.org/abs/2310.01889. The next keys and values travel while these are attended to.
+Partial results merge by their log-sum-exp in float32 at least, so the error does not grow with the number of ranks.
+
+Order of sums, forward: of rank i's queries, the keys of ranks i, i - 1, i - 2, ... (around the ring).
+Backward, keys and values go round again, and the sums of their gradients follow them, one rank behind: of rank j's keys
+they are begun by rank j + 1 and added to by j + 2, j + 3, ..., at last by j itself. So that neither the first keys to come
+nor the sums on their last way home are waited for idly, a rank's own keys are done in two halves: the last ones first, the
+first ones, which more queries see, at the end. So the gradient of queries adds up own last keys, those of ranks i - 1,
+i - 2, ..., own first keys.
+
+No rank holds more than two pairs of keys and values besides its own: those it reads and those that arrive.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from emu.parallel.attention import block
+from emu.parallel.context.place import Gradients, Kept, Place
+from emu.spmd import Work
+
+
+def forward(here: Place, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Kept]:
+    """Attention of this rank's queries to all keys.
+
+    Args:
+        q: [batch, heads, n, head_dim], n as the cut says.
+        k, v: [batch, kv_heads, n, head_dim].
+
+    Returns:
+        what attention gives, as q, and what is to be kept for backward.
+    """
+    me, ranks = here.group.rank, here.group.size
+    mine, whole = (k, v), None
+    for step in range(ranks):
+        arriving = _pass_on(here, [k, v], step, "keys and values") if step < ranks - 1 else None
+        pieces = here.cut.pieces(me, (me - step) % ranks)
+        if pieces:
+            whole = here.attend(q, k, v, pieces, whole)
+        if arriving is not None:
+            k, v = arriving.wait()
+    whole = block.nothing(q) if whole is None else whole
+    out = whole.out.to(q.dtype)
+    return out, Kept(q, *mine, out.detach(), whole.lse)
+
+
+def backward(here: Place, grad: Tensor, kept: Kept) -> Gradients:
+    """The gradients of this rank's queries, and of its keys and values through all queries.
+
+    Args:
+        grad: of the output, [batch, heads, n, head_dim].
+        kept: what forward returned.
+    """
+    cut, me, ranks = here.cut, here.group.rank, here.group.size
+    dq = torch.zeros_like(kept.out, dtype=kept.lse.dtype)
+    k, v = kept.k, kept.v
+    if ranks == 1:
+        return Gradients(dq, *here.backward(grad, kept, k, v, cut.pieces(0, 0), dq))
+    first, last = cut.halves(me)
+    going: Work | None = None
+    arriving = _pass_on(here, [k, v], 0, "keys and values")
+    of_last = here.backward(grad, kept, k[:, :, first.keys :], v[:, :, first.keys :], last.pieces, dq)
+    for step in range(1, ranks):
+        k, v = arriving.wait()
+        if step < ranks - 1:
+            arriving = _pass_on(here, [k, v], step, "keys and values")
+        sums = here.backward(grad, kept, k, v, cut.pieces(me, (me - step) % ranks), dq)
+        if going is not None:
+            sums = _added(going.wait(), sums)
+        going = _pass_on(here, sums, step, "gradients of keys and values")
+    del sums
+    k, v = kept.k[:, :, : first.keys], kept.v[:, :, : first.keys]
+    of_first = here.backward(grad, kept, k, v, first.pieces, dq)
+    assert going is not None
+    dk, dv = going.wait()
+    _added([x[:, :, : first.keys] for x in (dk, dv)], of_first)
+    _added([x[:, :, first.keys :] for x in (dk, dv)], of_last)
+    return Gradients(dq, dk, dv)
+
+
+def _added(to: list[Tensor], more: list[Tensor]) -> list[Tensor]:
+    for x, y in zip(to, more):
+        x.add_(y)
+    return to
+
+
+def _pass_on(here: Place, tensors: list[Tensor], step: int, name: str) -> Work:
+    """Sends to the next rank what belongs to the rank `step` places back, and gets what belongs to the one before that."""
+    sizes, ranks = here.cut.sizes, here.group.size
+    held = [sizes[(i - step) % ranks] for i in range(ranks)]
+    return here.group.ring_shift(tensors, dim=2, sizes=held, async_op=True, name=name)
