@@ -2,6 +2,7 @@
 
 from emu.cost.collectives import collective_s, sent_bytes, transfer_s
 from emu.cost.errors import NeverCompletes, PricingError
+from emu.cost.host_copies import host_copy_s
 from emu.cost.kernels import kernel_s
 from emu.cost.metrics import Metrics
 from emu.cost.simulate import LAUNCH_MODES, price
@@ -15,6 +16,7 @@ __all__ = [
     "Span",
     "Timeline",
     "collective_s",
+    "host_copy_s",
     "kernel_s",
     "price",
     "sent_bytes",

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from math import ceil, prod
 from typing import TYPE_CHECKING, Any
 
 from emu.cost.collectives import sent_bytes
 from emu.cost.kernels import is_model_work
-from emu.trace.events import Alloc, Collective, Free, Kernel, Transfer
+from emu.trace.events import Alloc, Collective, Free, HostCopy, HostFree, Kernel, Transfer
 from emu.trace.units import bytes_text, metric_text, percent_text, time_text
 
 if TYPE_CHECKING:
@@ -41,6 +41,10 @@ class Metrics:
         comm_bytes: by group label, bytes that the rank which sends most puts on links (rounded up to whole bytes).
         peak_hbm_bytes: by rank, in the order of the trace: the most that was allocated at once (requested bytes). None where
             memory was not recorded: of real devices, and of runs that were not tracked.
+        host_copy_s, exposed_host_copy_s: time in which copies between a rank's device and its host run, and in which they
+            do while none of its kernels does; each of the rank where it is longest.
+        host_copy_bytes: "to_host" and "from_host", what the rank copies that copies most; empty if nobody copies.
+        peak_host_bytes: by rank, the most that such copies held in host memory at once; None where memory was not recorded.
         flops_convention: how operations are counted.
         tokens_per_s, tokens_per_s_per_device: None if the number of tokens was not given.
     """
@@ -59,13 +63,17 @@ class Metrics:
     flops_convention: str = FLOPS_CONVENTION
     tokens_per_s: float | None = None
     tokens_per_s_per_device: float | None = None
+    host_copy_s: float = 0.0
+    exposed_host_copy_s: float = 0.0
+    host_copy_bytes: dict[str, int] = field(default_factory=dict)
+    peak_host_bytes: list[int] | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """All fields by name, ready for JSON."""
         return asdict(self)
 
     def __repr__(self) -> str:
-        """Three lines; `as_dict` has all."""
+        """Three lines, four where tensors visit the host; `as_dict` has all."""
         peaks = self.peak_hbm_bytes
         sent = ", ".join(f"{label} {bytes_text(n)}" for label, n in self.comm_bytes.items()) or "nothing"
         work = f"{metric_text(self.tflops_per_device * 1e12, 'FLOP/s')} per device"
@@ -73,9 +81,17 @@ class Metrics:
         work += f", HFU {percent_text(self.hfu)}" if self.hfu != self.mfu else ""
         tokens = f", {self.tokens_per_s:,.0f} tokens/s" if self.tokens_per_s is not None else ""
         hidden = f"{time_text(self.exposed_comm_s)} exposed ({percent_text(self.exposed_comm_fraction)} of the step)"
+        copied = ", ".join(f"{kind.replace('_', ' ')} {bytes_text(n)}" for kind, n in self.host_copy_bytes.items())
+        if copied:
+            copied = (
+                f"  host copies {time_text(self.host_copy_s)}, {time_text(self.exposed_host_copy_s)} exposed: {copied}"
+            )
+            held = self.peak_host_bytes
+            copied += "\n" if held is None else f"; up to {bytes_text(max(held))} held there\n"
         return (
             f"Metrics(step {time_text(self.step_time_s)}{tokens}; {work}\n"
             f"  communication {time_text(self.comm_s)}, {hidden}; sent: {sent}\n"
+            f"{copied}"
             f"  peak memory {'was not recorded' if peaks is None else bytes_text(max(peaks, default=0))})"
         )
 
@@ -91,10 +107,13 @@ def measure(timeline: Timeline, tokens: int | None = None) -> Metrics:
     work: Counter[str] = Counter()  # by dtype, recomputation included
     recomputed: Counter[str] = Counter()
     comm_bytes: Counter[str] = Counter()
-    exposed_s = comm_s = busy_s = 0.0
+    copied_bytes: Counter[str] = Counter()
+    exposed_s = comm_s = busy_s = copying_s = exposed_copying_s = 0.0
     for rank, events in trace.events.items():
         kernels: list[tuple[float, float]] = []
         communication: list[tuple[float, float]] = []
+        copies: list[tuple[float, float]] = []
+        copied: Counter[str] = Counter()
         starts, ends = timeline._starts[rank], timeline._ends[rank]
         for i, event in enumerate(events):
             if type(event) is Kernel:
@@ -105,10 +124,17 @@ def measure(timeline: Timeline, tokens: int | None = None) -> Metrics:
                         recomputed[event.dtype] += event.flops
             elif type(event) is Collective or type(event) is Transfer:
                 communication.append((starts[i], ends[i]))
+            elif type(event) is HostCopy:
+                copies.append((starts[i], ends[i]))
+                copied[event.kind] += event.bytes
         running, talking = _union(kernels), _union(communication)
         busy_s += _length(running)
         comm_s = max(comm_s, _length(talking))
         exposed_s = max(exposed_s, _length(_union([*running, *talking])) - _length(running))
+        copying = _union(copies)
+        copying_s = max(copying_s, _length(copying))
+        exposed_copying_s = max(exposed_copying_s, _length(_union([*running, *copying])) - _length(running))
+        copied_bytes |= copied
         for label, sent in _sent(rank, events).items():
             comm_bytes[label] = max(comm_bytes[label], sent)
     ranks = max(len(trace.events), 1)
@@ -116,6 +142,7 @@ def measure(timeline: Timeline, tokens: int | None = None) -> Metrics:
     done, again = sum(work.values()), sum(recomputed.values())
     could = step_s * ranks * timeline.cluster.chip.peak(dtype) if dtype else 0.0
     devices = prod(trace.axes.values()) or ranks
+    peaks_bytes = _peaks_bytes(trace.events.values())
     return Metrics(
         step_time_s=step_s,
         mfu=(done - again) / could if could else 0.0,
@@ -127,9 +154,13 @@ def measure(timeline: Timeline, tokens: int | None = None) -> Metrics:
         comm_s=comm_s,
         busy_fraction=busy_s / ranks / step_s if step_s else 0.0,
         comm_bytes=dict(+comm_bytes),  # a group of one sends nothing
-        peak_hbm_bytes=_peaks_bytes(trace.events.values()),
+        peak_hbm_bytes=peaks_bytes,
         tokens_per_s=tokens / step_s if tokens is not None and step_s else None,
         tokens_per_s_per_device=tokens / step_s / devices if tokens is not None and step_s else None,
+        host_copy_s=copying_s,
+        exposed_host_copy_s=exposed_copying_s,
+        host_copy_bytes=dict(copied_bytes),
+        peak_host_bytes=None if peaks_bytes is None else [_peak_host_bytes(e) for e in trace.events.values()],
     )
 
 
@@ -185,5 +216,16 @@ def _peak_bytes(events: Iterable) -> int:
             now += event.bytes
             peak = max(peak, now)
         elif type(event) is Free:
+            now -= event.bytes
+    return peak
+
+
+def _peak_host_bytes(events: Iterable) -> int:
+    now = peak = 0
+    for event in events:
+        if type(event) is HostCopy and event.kind == "to_host":
+            now += event.bytes
+            peak = max(peak, now)
+        elif type(event) is HostFree:
             now -= event.bytes
     return peak

@@ -5,8 +5,8 @@ stream does its work in order; streams are ordered among each other by events an
 collective starts when its own stream reaches it and the work issued before it is done, then waits for the other
 members, then moves data.
 
-Not modelled so far: kernels of different streams of one device, and transfers of different groups over one link,
-each run at full speed, as if they did not share it.
+Not modelled so far: kernels of different streams of one device, transfers of different groups over one link, and
+copies to and from the host on several streams, each run at full speed, as if they did not share it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from itertools import islice
 from typing import Any
 
 from emu.cost.errors import PricingError
+from emu.cost.host_copies import host_copy_s
 from emu.cost.kernels import kernel_s
 from emu.cost.streams import COLLECTIVE, KERNEL, TRANSFERS, WAIT, Half, RankState, Streams, Token
 from emu.cost.stuck import check_all_done
@@ -27,6 +28,8 @@ from emu.trace.events import (
     EventRecord,
     EventWait,
     Free,
+    HostCopy,
+    HostFree,
     HostWait,
     Kernel,
     Mark,
@@ -37,7 +40,7 @@ from emu.trace.events import (
 from emu.trace.trace import Trace
 
 LAUNCH_MODES = ("eager", "compiled", "graph")
-NO_TIME = frozenset((Alloc, Free, Recategorise, Mark))
+NO_TIME = frozenset((Alloc, Free, HostFree, Recategorise, Mark))
 
 
 def price(trace: Trace, cluster: Cluster, launch_mode: str = "eager") -> Timeline:
@@ -153,6 +156,15 @@ def _advance(state: RankState, streams: Streams, launch_s: float, durations: dic
                 for stream in dict.fromkeys(half.event.stream for half in together):
                     halves = [half for half in together if half.event.stream == stream]
                     streams.give(state.lane(stream), (TRANSFERS, needed, halves))
+        elif kind is HostCopy:
+            host_s += launch_s
+            seconds = host_copy_s(event, streams.cluster)
+            tail = tails.get(event.stream, 0.0)
+            if tail is None:
+                state.lanes[event.stream].queue.append((KERNEL, index, host_s, seconds))
+            else:
+                starts[index] = max(host_s, tail)
+                ends[index] = tails[event.stream] = starts[index] + seconds
         elif kind is HostWait:
             waits: list[Any] = [state.position(s) for s in ((event.stream,) if event.stream else tuple(tails))]
             state.until = [w for w in waits if type(w) is Token]

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from emu.cost.metrics import Metrics, measure
 from emu.hardware import Cluster
-from emu.trace.events import Collective, Kernel, Mark, Transfer
+from emu.trace.events import Collective, HostCopy, Kernel, Mark, Transfer
 from emu.trace.trace import Trace, UnknownRank
 from emu.trace.units import count_text, time_text
 
@@ -20,13 +20,13 @@ class Span(NamedTuple):
     stream: str
     start_s: float
     end_s: float
-    name: str  # the kernel's; of a collective or transfer the name it was given, else its kind
-    kind: str  # "kernel", "collective" or "transfer"
+    name: str  # the kernel's; of communication the name it was given, else its kind
+    kind: str  # "kernel", "collective", "transfer" or "host copy"
     phase: str  # of a kernel; "" otherwise
     scope: str  # of a kernel; "" otherwise
-    group: str  # label of the group of a collective or transfer; "" for kernels
+    group: str  # label of the group of a collective or transfer; "" otherwise
     index: int  # position in trace.events[rank]
-    moves_s: float  # when all members of a collective were there and data began to move; start_s for kernels
+    moves_s: float  # when all members of a collective were there and data began to move; start_s of others
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,9 @@ class Timeline:
                 kind = "collective" if isinstance(event, Collective) else "transfer"
                 name = event.name or event.kind
                 spans.append(Span(event.stream, starts[i], ends[i], name, kind, "", "", event.group, i, moves[i]))
+            elif isinstance(event, HostCopy):
+                name, start_s = event.name or event.kind, starts[i]
+                spans.append(Span(event.stream, start_s, ends[i], name, "host copy", "", "", "", i, start_s))
         return spans
 
     def event_times(self, rank: int) -> Sequence[float]:

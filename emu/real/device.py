@@ -6,14 +6,15 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from emu.real.board import Board
 from emu.real.channel import RealChannel, RealWork
 from emu.real.kernels import Kernels
 from emu.real.links import Links
+from emu.real.records import dtype_name
 from emu.spmd.calls import Channel
-from emu.trace.events import Event, EventRecord, EventWait, HostWait, Mark
+from emu.trace.events import Event, EventRecord, EventWait, HostCopy, HostWait, Mark
 
 DEFAULT = "default"
 
@@ -39,7 +40,7 @@ class RealDevice:
         self.current = DEFAULT
         self.kernels: Kernels | None = None
         self._streams: dict[str, RealStream] = {}
-        self._event_count = 0
+        self._event_count = self._host_copies = 0
         self._under_way: dict[str, list[RealWork]] = {}
         self.channel: Channel = (channel := RealChannel(self, links, board, checked))
         self.close = channel.close
@@ -65,6 +66,30 @@ class RealDevice:
 
     def mark(self, name: str) -> None:
         self.events.append(Mark(name))
+
+    @property
+    def current_stream(self) -> str:
+        return self.current
+
+    def copy_to_host(self, x: Tensor, name: str) -> HostMemory:
+        self._host_copies += 1
+        memory = HostMemory(self._host_copies, x)
+        self._host_copy("to_host", memory, x, name)
+        return memory
+
+    def device_memory(self, memory: HostMemory) -> Tensor:
+        values = memory.values
+        with torch._C._DisableTorchDispatch():
+            return torch.empty_strided(values.shape, values.stride(), dtype=values.dtype, device=self.torch_device)
+
+    def copy_from_host(self, memory: HostMemory, x: Tensor, name: str) -> None:
+        self._host_copy("from_host", memory, x, name)
+
+    def _host_copy(self, kind: str, memory: HostMemory, x: Tensor, name: str) -> None:
+        to, source = (memory.values, x) if kind == "to_host" else (x, memory.values)
+        with torch._C._DisableTorchDispatch(), torch.no_grad():  # no kernel of the program
+            to.copy_(source, non_blocking=True)
+        self.events.append(HostCopy(kind, memory.number, x.nbytes, dtype_name(x), self.current, name))
 
     def synchronize(self) -> None:
         self.settle_all()
@@ -98,6 +123,18 @@ class RealDevice:
         """The host waits for a stream's communication."""
         for work in self._under_way.pop(stream, ()):
             work.settle()
+
+
+class HostMemory:
+    """A tensor's values in the host's memory: pinned, so that a GPU copies while its streams and the host go on.
+
+    torch gives pinned memory out again only when copies that were under way with it are done.
+    """
+
+    def __init__(self, number: int, x: Tensor) -> None:
+        self.number = number
+        with torch._C._DisableTorchDispatch():
+            self.values = torch.empty_like(x, device="cpu", pin_memory=x.is_cuda)
 
 
 class RealStream:

@@ -18,6 +18,7 @@ from emu.spmd.errors import (
     VirtualOutOfMemory,
 )
 from emu.spmd.group import Group
+from emu.spmd.host import HostCopy
 from emu.spmd.layout import Layout, Only, Partial, Replicate, Shard, same_bits, split_sizes
 from emu.spmd.mesh import Mesh
 from emu.spmd.precision import Precision
@@ -46,6 +47,7 @@ __all__ = [
     "FreedMemory",
     "Grads",
     "Group",
+    "HostCopy",
     "Layout",
     "Mesh",
     "MeshError",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, Protocol, overload
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from emu.spmd.calls import Channel
 from emu.spmd.errors import MeshError
 from emu.spmd.group import Group
+from emu.spmd.host import HostCopy, fetch, to_host
 from emu.spmd.mesh import Mesh
 
 
@@ -72,6 +73,23 @@ class Device(Protocol):
     def mark(self, name: str) -> None: ...
 
     def synchronize(self) -> None: ...
+
+    @property
+    def current_stream(self) -> str:
+        """The name of the stream that is given what is launched now."""
+        ...
+
+    def copy_to_host(self, x: Tensor, name: str) -> Any:
+        """Gives the current stream a copy of a tensor into new host memory, which lives as long as what is returned."""
+        ...
+
+    def device_memory(self, memory: Any) -> Tensor:
+        """A new tensor on the device, like the one that was copied into this host memory."""
+        ...
+
+    def copy_from_host(self, memory: Any, x: Tensor, name: str) -> None:
+        """Gives the current stream a copy of host memory into a tensor."""
+        ...
 
 
 class Rank(int):
@@ -167,6 +185,31 @@ class Rank(int):
             flops, bytes: work and memory traffic; None adds up the ops' flops, and counts what goes in and comes out.
         """
         return self._device.kernel(name, flops, bytes)
+
+    @overload
+    def to_host(self, x: Tensor, name: str = "") -> HostCopy: ...
+
+    @overload
+    def to_host(self, x: Sequence[Tensor], name: str = "") -> list[HostCopy]: ...
+
+    def to_host(self, x: Any, name: str = "") -> Any:
+        """Starts to copy a tensor, or several, to the host's memory, on the stream "d2h"; see emu.spmd.host.
+
+        The copy comes after all that the current stream was given so far. The tensor keeps its memory on the device until
+        `HostCopy.wait`; whoever writes into it before that must wait, too.
+
+        Args:
+            x: a tensor, or a list of tensors that are waited for together.
+            name: what to call the copies in traces.
+
+        Raises:
+            EmuError: a tensor that requires grad, is not dense, or is none.
+        """
+        return to_host(self._device, x, name)
+
+    def fetch(self, copies: Sequence[HostCopy]) -> None:
+        """Starts to bring several copies back from the host's memory together; see `HostCopy.fetch`."""
+        fetch(self._device, copies)
 
     def watch(self, module: nn.Module, name: str = "") -> None:
         """Gives the module's tensors and submodules their names in every view and message."""

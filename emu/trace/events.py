@@ -61,6 +61,24 @@ class Transfer(NamedTuple):
     name: str
 
 
+class HostCopy(NamedTuple):
+    """A copy over the host link: of device memory to the host's, or back. Its stream alone orders it."""
+
+    kind: str  # "to_host" or "from_host"
+    memory: int  # which block of host memory; numbers are unique within the rank. It lives from the copy to it on
+    bytes: int
+    dtype: str
+    stream: str
+    name: str  # given by the program; "" if none
+
+
+class HostFree(NamedTuple):
+    """A block of host memory is given back."""
+
+    memory: int
+    bytes: int
+
+
 class Wait(NamedTuple):
     """A stream waits until a collective or transfer of this rank is done. The host goes on."""
 
@@ -119,11 +137,27 @@ class Mark(NamedTuple):
     name: str
 
 
-Event = Kernel | Collective | Transfer | Wait | EventRecord | EventWait | HostWait | Alloc | Free | Recategorise | Mark
+Event = (
+    Kernel
+    | Collective
+    | Transfer
+    | HostCopy
+    | HostFree
+    | Wait
+    | EventRecord
+    | EventWait
+    | HostWait
+    | Alloc
+    | Free
+    | Recategorise
+    | Mark
+)
 EVENTS: tuple[type, ...] = (
     Kernel,
     Collective,
     Transfer,
+    HostCopy,
+    HostFree,
     Wait,
     EventRecord,
     EventWait,

@@ -5,26 +5,32 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping
 
-from emu.trace.events import CATEGORIES, Alloc, Free, Mark, Recategorise
+from emu.trace.events import CATEGORIES, Alloc, Free, HostCopy, HostFree, Mark, Recategorise
 from emu.trace.trace import Trace
 from emu.trace.units import bytes_text
 
 
 class Memory:
-    """Device memory by category, in requested bytes.
+    """Device memory by category, in requested bytes; and apart from it, what its tensors occupy in the host's memory.
 
     Args:
         trace: the record whose allocations count.
         capacity_bytes: what a device has; None if it never fills.
         held: rank -> category -> bytes that live when the record begins.
+        held_by_host: rank -> bytes that live in the host's memory then.
     """
 
     def __init__(
-        self, trace: Trace, capacity_bytes: int | None = None, held: Mapping[int, Mapping[str, int]] | None = None
+        self,
+        trace: Trace,
+        capacity_bytes: int | None = None,
+        held: Mapping[int, Mapping[str, int]] | None = None,
+        held_by_host: Mapping[int, int] | None = None,
     ) -> None:
         self.trace = trace
         self.capacity_bytes = capacity_bytes
         self.held = held or {}
+        self.held_by_host = held_by_host or {}
         self._series: dict[int, tuple[list[int], dict[str, list[int]]]] = {}
 
     def series(self, rank: int) -> tuple[list[int], dict[str, list[int]]]:
@@ -84,6 +90,30 @@ class Memory:
         i = totals.index(max(totals))
         return {category: line[i] for category, line in self.series(rank)[1].items()}
 
+    def host_series(self, rank: int) -> tuple[list[int], list[int]]:
+        """(indices into the rank's events at which its host memory changed, bytes that live there after each of them).
+
+        Raises:
+            UnknownRank: a rank that was not recorded; names those that were.
+        """
+        now = self.held_by_host.get(rank, 0)
+        indices, line = ([0], [now]) if now else ([], [])
+        for i, event in enumerate(self.trace[rank]):
+            if type(event) is HostCopy and event.kind == "to_host":
+                now += event.bytes
+            elif type(event) is HostFree:
+                now -= event.bytes
+            else:
+                continue
+            indices.append(i)
+            line.append(now)
+        return indices, line
+
+    def peak_host_bytes(self, rank: int | None = None) -> int:
+        """The most that a rank holds in host memory at once; None means the rank that holds most there."""
+        ranks = self.trace.ranks if rank is None else [rank]
+        return max((max(self.host_series(r)[1], default=0) for r in ranks), default=0)
+
     def window(self, start: str, end: str | None = None) -> Memory:
         """From one mark to another: what lived at the first, and all that changed until the second.
 
@@ -91,13 +121,17 @@ class Memory:
             ValueError: a rank did not make these marks in this order.
         """
         part = self.trace.window(start, end)
-        held = {}
+        held: dict[int, dict[str, int]] = {}
+        held_by_host: dict[int, int] = {}
         for rank in part.ranks:
             first = max(i for i, e in enumerate(self.trace[rank]) if type(e) is Mark and e.name == start)
             indices, lines = self.series(rank)
             before = bisect_left(indices, first) - 1
             held[rank] = {category: line[before] if before >= 0 else 0 for category, line in lines.items()}
-        return Memory(part, self.capacity_bytes, held)
+            indices, line = self.host_series(rank)
+            before = bisect_left(indices, first) - 1
+            held_by_host[rank] = line[before] if before >= 0 else 0
+        return Memory(part, self.capacity_bytes, held, held_by_host)
 
     def __repr__(self) -> str:
         if not self.trace.ranks:
@@ -107,4 +141,6 @@ class Memory:
         of = f" of {bytes_text(full)}" if full else ""
         where = f"rank {rank}, the fullest of {len(self.trace.ranks)}" if len(self.trace.ranks) > 1 else f"rank {rank}"
         parts = ", ".join(f"{category} {bytes_text(n)}" for n, category in held) or "nothing was allocated"
-        return f"Memory(peak {bytes_text(self.peak_bytes(rank))}{of} on {where}: {parts})"
+        host = self.peak_host_bytes()
+        host = f"; up to {bytes_text(host)} in host memory" if host else ""
+        return f"Memory(peak {bytes_text(self.peak_bytes(rank))}{of} on {where}: {parts}{host})"

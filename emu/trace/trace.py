@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from emu.trace.events import Collective, Event, Kernel, Mark, Transfer
+from emu.trace.events import Collective, Event, HostCopy, Kernel, Mark, Transfer
 from emu.trace.units import count_text, ranks_text
 
 
@@ -68,10 +69,10 @@ class Trace:
         return sum(e.flops for _, e in self.of(Kernel, rank=rank) if not phases or e.phase in phases)  # type: ignore[union-attr]
 
     def counts(self, rank: int) -> Counter[str]:
-        """How often each kernel name, collective kind and transfer kind occurs on a rank."""
+        """How often each kernel name, and each kind of collective, transfer and host copy, occurs on a rank."""
         return Counter(
-            e.name if isinstance(e, Kernel) else f"{e.group}.{e.kind}"  # type: ignore[union-attr]
-            for _, e in self.of(Kernel, Collective, Transfer, rank=rank)
+            e.name if isinstance(e, Kernel) else _label(e)
+            for _, e in self.of(Kernel, Collective, Transfer, HostCopy, rank=rank)
         )
 
     def marks(self) -> list[str]:
@@ -97,10 +98,11 @@ class Trace:
         return Trace(self.axes, cut)
 
     def without(self, pattern: str) -> Trace:
-        """The same trace with the matching collectives and transfers free of charge: removed, with their waits.
+        """The same trace with the matching communications free of charge: removed, with their waits.
 
         Args:
             pattern: a shell pattern over "group.kind" or the name a call was given, e.g. "dp.all_reduce" or "dp.*".
+                Copies to host memory and back are "host.to_host" and "host.from_host".
 
         Raises:
             ValueError: nothing matches; the message lists what there is.
@@ -115,17 +117,23 @@ class Trace:
             gone: set[int] = set()
             out: list[Event] = []
             for event in events:
-                if isinstance(event, (Collective, Transfer)):
-                    labels = (f"{event.group}.{event.kind}", event.name or "\0")
+                if isinstance(event, (Collective, Transfer, HostCopy)):
+                    labels = (_label(event), event.name or "\0")
                     if any(fnmatchcase(label, pattern) for label in labels):
-                        gone.add(event.work)
+                        removed += 1
+                        if not isinstance(event, HostCopy):
+                            gone.add(event.work)
                         continue
                 elif isinstance(event, Wait) and event.work in gone:
                     continue
                 out.append(event)
-            removed += len(gone)
             kept[rank] = out
         if not removed:
-            there = sorted({f"{e.group}.{e.kind}" for _, e in self.of(Collective, Transfer)})  # type: ignore[union-attr]
+            there = sorted({_label(e) for _, e in self.of(Collective, Transfer, HostCopy)})
             raise ValueError(f"no collective matches {pattern!r}; this run has {', '.join(there) or 'none'}")
         return Trace(self.axes, kept)
+
+
+def _label(event: Any) -> str:
+    """A communication in patterns and counts: "dp.all_reduce", "pp.send", "host.to_host"."""
+    return f"{'host' if isinstance(event, HostCopy) else event.group}.{event.kind}"

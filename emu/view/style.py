@@ -54,6 +54,8 @@ COMMUNICATION_PAINTS = {
     "send": Paint("#6fc2a8", "...."),
     "recv": Paint("#a9dccb", "...."),
     "barrier": Paint("#f2f2f2", "xx"),
+    "to_host": Paint("#9aa5b1", "\\\\"),
+    "from_host": Paint("#cdd6df", "////"),
 }
 OTHER_COMMUNICATION = Paint("#e0a0a0", "//")
 

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 from emu.spmd.calls import Call, Message, Work
 from emu.spmd.errors import CrossRankAccess
-from emu.trace.events import Collective, Event, Free, HostWait, Kernel, Mark, Transfer
+from emu.trace.events import Collective, Event, Free, HostFree, HostWait, Kernel, Mark, Transfer
 from emu.virtual.clock import Clock
 from emu.virtual.diagnosis import described
 from emu.virtual.freed import tell_at_end
 from emu.virtual.hbm import Ledger
+from emu.virtual.host import HostBlock, copy_from_host, copy_to_host, device_memory
 from emu.virtual.lines import handling
 from emu.virtual.rendezvous import Half, Meeting, Rendezvous
 from emu.virtual.streams import DEFAULT, VirtualEvent, VirtualStream, check_use
@@ -68,7 +69,7 @@ class VirtualDevice:
         self._streams: dict[str, VirtualStream] = {}
         self.stream_now = self._streams[DEFAULT] = VirtualStream(DEFAULT, self)
         self._sequence: dict[Any, int] = {}
-        self._works = self._event_count = 0
+        self._works = self._event_count = self._host_blocks = 0
         self._under_way: list[tuple[str, int, Meeting | Half, str, str]] = []  # stream, its tick, and what to wait for
         self._synchronous = _OnCurrent()
         self.inside_kernel: Callable[[], AbstractContextManager[Any]] = (
@@ -114,6 +115,20 @@ class VirtualDevice:
 
     def mark(self, name: str) -> None:
         self.events.append(Mark(name))
+
+    @property
+    def current_stream(self) -> str:
+        return self.stream_now.name
+
+    def copy_to_host(self, x: Tensor, name: str) -> HostBlock:
+        self._host_blocks += 1
+        return copy_to_host(self, x, self._host_blocks, name)
+
+    def device_memory(self, memory: HostBlock) -> Tensor:
+        return device_memory(self, memory)
+
+    def copy_from_host(self, memory: HostBlock, x: Tensor, name: str) -> None:
+        copy_from_host(self, memory, x, name)
 
     def synchronize(self) -> None:
         self.host_wait(None, "synchronize")
@@ -161,7 +176,7 @@ class VirtualDevice:
     def end(self) -> None:
         """The program is over. What dies with its last frame is not part of the record: some of it may outlive it."""
         self.ledger.closed = True
-        while self.events and type(self.events[-1]) is Free:
+        while self.events and type(self.events[-1]) in (Free, HostFree):
             self.events.pop()
 
     # The Channel protocol.

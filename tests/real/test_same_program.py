@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import emu
-from emu.trace.events import Alloc, Free, Kernel, Recategorise
+from emu.trace.events import Alloc, Free, HostCopy, HostFree, Kernel, Recategorise
 from emu.trace.files import loads
 
 pytestmark = pytest.mark.real
@@ -68,8 +68,19 @@ def test_both_runs_leave_the_same_record(real: Path, virtual: Any) -> None:
     """All but memory and module scopes, which real devices do not record."""
     for rank in range(4):
         trace = loads((real / f"trace{rank}.jsonl").read_bytes())
-        expected = [e for e in virtual.trace[rank] if not isinstance(e, (Alloc, Free, Recategorise))]
+        expected = [e for e in virtual.trace[rank] if not isinstance(e, (Alloc, Free, HostFree, Recategorise))]
         assert [_plain(e) for e in trace[rank]] == [_plain(e) for e in expected]
+
+
+def test_tensors_in_host_memory_come_back_with_their_bits_and_are_on_record(real: Path, virtual: Any) -> None:
+    for rank, expected in enumerate(virtual.results):
+        got = load_file(real / f"on{rank}of{rank}.safetensors")
+        assert all(torch.equal(got[name], expected[name]) for name in ("host.0", "host.1", "host.y"))
+        trace = loads((real / f"trace{rank}.jsonl").read_bytes())
+        copies = [e for e in trace[rank] if isinstance(e, HostCopy)]
+        assert [(e.kind, e.bytes, e.stream) for e in copies] == [
+            (kind, n, stream) for kind, stream in (("to_host", "d2h"), ("from_host", "h2d")) for n in (48, 24)
+        ]
 
 
 def _plain(event: Any) -> Any:

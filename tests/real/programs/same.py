@@ -26,7 +26,18 @@ X, Y = torch.arange(40, dtype=torch.float64).reshape(10, 4).sin(), torch.arange(
 
 def program(rank: emu.Rank) -> dict[str, Any]:
     torch.set_default_dtype(torch.float64)
-    return {**groups(rank), **twins(rank), **messages(rank), **streams(rank), **data_parallel(rank)}
+    return {**groups(rank), **twins(rank), **messages(rank), **streams(rank), **host(rank), **data_parallel(rank)}
+
+
+def host(rank: emu.Rank) -> dict[str, Any]:
+    """Tensors that wait in the host's memory while the device computes."""
+    x = (torch.arange(12, dtype=torch.float32) * (rank.id + 1)).reshape(3, 4).t()
+    copies = rank.to_host([x * 2, x.to(torch.bfloat16)], "h")
+    y = x + 1
+    for copy in copies:
+        copy.wait()
+    rank.fetch(copies)
+    return {"host.0": copies[0].back(), "host.1": copies[1].back().float(), "host.y": y}
 
 
 def groups(rank: emu.Rank) -> dict[str, Any]:
