@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor
@@ -43,13 +44,43 @@ class _InPlace:
         return self.alias
 
 
+class _Packed:
+    """Gives back what other hooks made of it. Asked once in a backward: torch's own checkpoint answers no second time."""
+
+    def __init__(self, hooks: Any, x: Tensor) -> None:
+        pack, self._unpack = hooks
+        with torch.no_grad():
+            self._packed = pack(x)
+        self._value: Tensor | None = None
+
+    def __call__(self) -> Tensor:
+        if self._value is None:
+            self._value = self._unpack(self._packed)
+            after_backward(self._forget)
+        value = self._value
+        assert value is not None
+        return value
+
+    def _forget(self) -> None:
+        self._value = None
+
+
+def after_backward(method: Callable[[], None]) -> None:
+    """Calls a method when the backward under way is over, if there is one, and its object is still there."""
+    if torch._C._current_graph_task_id() >= 0:
+        alive = WeakMethod(method)
+
+        def call() -> None:
+            if (there := alive()) is not None:
+                there()
+
+        torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
 def _under(hooks: Any, x: Tensor) -> Callable[[], Tensor]:
     if hooks is None:
         return _InPlace(x)
-    pack, unpack = hooks
-    with torch.no_grad():
-        packed = pack(x)
-    return lambda: unpack(packed)
+    return _Packed(hooks, x)
 
 
 def _hooks() -> Any:
