@@ -154,6 +154,7 @@ class ExactMode(TorchDispatchMode):
             real = True
         if not real:
             out = func(*args, **(kwargs or {}))
+            tags |= INSIDE if self.inside else 0
         elif self.inside:
             if self._round_on_entry:
                 args = [a if i in rule.writes else self._entering(a) for i, a in enumerate(args)]

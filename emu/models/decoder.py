@@ -172,16 +172,15 @@ class Decoder(nn.Module):
         Returns:
             A scalar, in float32 at least; None where there is nothing to balance.
         """
-        total, weights = None, None
+        total, counted = None, labels != IGNORED
         for block in self.blocks:
             moe = getattr(block, "moe", None)
             if moe is None or moe.balance_loss is None:
                 continue
             each, moe.balance_loss = moe.balance_loss, None  # [batch]; it holds on to its forward's graph
-            if weights is None:
-                weights = (labels != IGNORED).sum(-1) * self.config.balance
-            part = (each * weights.to(each.dtype)).sum()  # layer by layer, so that layers may lie apart
-            total = part if total is None else total + part
+            # One term a label, as of the cross-entropy, so that parts of a sequence add up as parts of a batch do.
+            part = ((each * self.config.balance).unsqueeze(-1) * counted).sum()
+            total = part if total is None else total + part  # layer by layer, so that layers may lie apart
         return total
 
     def _check_tokens(self, tokens: Tensor) -> None:

@@ -312,6 +312,10 @@ def test_a_kernel_reads_what_kernels_made_as_it_is_and_rounds_the_rest_once_on_e
             assert tag_of(a) == INSIDE and torch.equal(a, grid * 0.3)
         with mode.kernel():
             assert torch.equal(a + 0, a)
+        with mode.kernel():
+            buffer = torch.zeros(2, 3)  # of the kernel's own, which it fills part by part
+            buffer[0].add_(a[0])
+            assert torch.equal(buffer + 0, torch.stack([a[0], 0 * a[0]]))
         assert tag_of(a.clone()) == INSIDE and tag_of(a + 1) == 0  # copies travel between kernels, results leave them
         with mode.kernel(entry=False):
             assert torch.equal(x * 0.3, x * 0.3) and tag_of(x) == 0
