@@ -37,7 +37,7 @@ def test_queries_of_one_holder_meet_all_keys_at_once(case):
         assert error(grads[0], taken(dq, own)) < FLOAT64
 
 
-@pytest.mark.parametrize(("length", "ranks"), [(2100, 2), (700, 1)])
+@pytest.mark.parametrize(("length", "ranks"), [(2100, 2), (700, 1), (513, 1)])
 def test_long_sequences_go_through_every_block_of_the_kernel(length, ranks):
     case = Case("zigzag", length, ranks, 1, None, 1, 2, 8, 0)
     q, k, v, grad = case.tensors()

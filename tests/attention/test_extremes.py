@@ -61,6 +61,22 @@ def test_scores_of_minus_infinity_hide_a_key_and_leave_gradients_finite(dtype, s
     agree(ours, theirs, k)
 
 
+@pytest.mark.parametrize("place", [3, 1090])
+def test_an_infinite_key_or_query_far_inside_leaves_gradients_finite(place):
+    """The kernel multiplies an infinity by a gradient of zero only in the blocks that meet it."""
+    whole = tokens([Run(0, 1100)])
+    for infinite in range(2):
+        parts = [torch.ones(1, 1, 1100, 1, dtype=torch.float64) for _ in range(4)]
+        parts[infinite][:, :, place] = -math.inf
+        q, k, v, grad = parts
+        row = attend(q, k, v, pieces(whole, whole))
+        grads = backward(grad, q, k, v, row.out, row.lse, pieces(whole, whole))
+        dead = [place] if infinite == 0 else []
+        assert row.out.flatten().eq(0).nonzero().flatten().tolist() == dead
+        assert all(bool(x.isfinite().all()) for x in grads)
+        assert grads[infinite].flatten()[place] == 0
+
+
 def test_products_that_overflow_to_minus_infinity():
     q, k = torch.full((1, 1, 4, 2), 1e30), torch.full((1, 1, 4, 2), -1e30)
     k[:, :, 1] = 0.0
