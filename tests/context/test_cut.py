@@ -80,7 +80,7 @@ def test_work_is_what_a_count_of_pairs_says(kind, numbers, ranks, packed):
         for i, work in enumerate(works):
             positions = cut.tokens(i).positions.expand(len(seen), -1)
             assert work == int(seen.gather(1, positions).sum())
-            assert work == sum(piece.pairs for j in range(ranks) for piece in cut.pieces(i, j))
+            assert work == sum(piece.pairs for j in range(ranks) for piece in cut.block(i, j).pieces)
 
 
 @given(st.integers(0, 3000), RANKS)

@@ -1,12 +1,12 @@
 """Who holds which tokens of a sequence: contiguous, zigzag, striped, or balanced over documents. Plain host data.
 
-What a rank computes, sends and is sent follows from it: `Cut.tokens`, `Cut.pieces`, `Cut.work`.
+What a rank computes, sends and is sent follows from it: `Cut.tokens`, `Cut.block`, `Cut.work`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from math import isqrt
 from typing import NamedTuple, NoReturn
@@ -23,11 +23,16 @@ from emu.spmd.layout import split_sizes
 KINDS = ("ring", "zigzag", "striped", "all-gather", "ulysses", "usp")
 
 
-class Half(NamedTuple):
-    """Half of a rank's keys: how many they are, and the rectangles in which the rank's queries see them."""
+class Block(NamedTuple):
+    """Where some queries see some keys: the smallest rectangle that has all of it, and the pieces that it consists of.
 
-    keys: int
+    Pieces are in local indices of the rectangle. Where nothing is seen there are none.
+    """
+
+    q: slice
+    k: slice
     pieces: list[Piece]
+    n_keys: int  # of all keys, in the rectangle or not
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,8 +55,7 @@ class Cut:
     ulysses: int = 1
     ring: Cut = field(default=None, repr=False)  # type: ignore[assignment]
     _tokens: tuple[Tokens, ...] = field(default=(), repr=False)
-    _pieces: dict[tuple[int, int], list[Piece]] = field(default_factory=dict, repr=False)
-    _halves: dict[int, tuple[Half, Half]] = field(default_factory=dict, repr=False)
+    _blocks: dict[tuple[str, int, int], Block] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         if self.ring is None:
@@ -66,32 +70,30 @@ class Cut:
         """How many tokens of a sequence every rank holds; they differ by one at most."""
         return [len(t) for t in self._tokens]
 
-    def pieces(self, i: int, j: int) -> list[Piece]:
-        """The rectangles in which queries of rank i see keys of rank j, worked out once."""
-        found = self._pieces.get((i, j))
+    def block(self, i: int, j: int) -> Block:
+        """Where queries of rank i see keys of rank j, worked out once."""
+        return self._block("rank", i, j)
+
+    def block_of_all(self, i: int) -> Block:
+        """Where queries of rank i see keys of the whole sequence, in order of position."""
+        return self._block("all", i, 0)
+
+    def half_block(self, i: int, half: int) -> Block:
+        """Where queries of rank i see the first (0) or the last (1) half of its own keys."""
+        return self._block("half", i, half)
+
+    def _block(self, of: str, i: int, j: int) -> Block:
+        found = self._blocks.get((of, i, j))
         if found is None:
             with torch._C._DisableTorchDispatch():  # the host looks, and the device does not notice
-                found = self._pieces[i, j] = pieces(self.tokens(i), self.tokens(j))
-        return found
-
-    def pieces_of_all(self, i: int) -> list[Piece]:
-        """The rectangles in which queries of rank i see keys of the whole sequence, in order of position."""
-        found = self._pieces.get((i, -1))
-        if found is None:
-            with torch._C._DisableTorchDispatch():
-                everything = tokens([Run(0, self.length)], self.documents)
-                found = self._pieces[i, -1] = pieces(self.tokens(i), everything)
-        return found
-
-    def halves(self, i: int) -> tuple[Half, Half]:
-        """Rank i's own keys, the first and the last half of them. All but the first few of its queries see the first half."""
-        found = self._halves.get(i)
-        if found is None:
-            mine = self.tokens(i)
-            with torch._C._DisableTorchDispatch():
-                parts = _parts(mine, split_sizes(len(mine), 2))
-                first, last = (Half(len(part), pieces(mine, part)) for part in parts)
-            found = self._halves[i] = first, last
+                mine = self.tokens(i)
+                if of == "rank":
+                    keys = self.tokens(j)
+                elif of == "all":
+                    keys = tokens([Run(0, self.length)], self.documents)
+                else:
+                    keys = _parts(mine, split_sizes(len(mine), 2))[j]
+                found = self._blocks[of, i, j] = _around(pieces(mine, keys), len(keys))
         return found
 
     def work(self, i: int) -> float:
@@ -304,6 +306,20 @@ def _joined_runs(ranges: Sequence[tuple[int, int]]) -> list[Run]:
             start = out.pop().start
         out.append(Run(start, stop))
     return out
+
+
+def _around(found: Sequence[Piece], n_keys: int) -> Block:
+    """The rectangle around some pieces."""
+    if not found:
+        return Block(slice(0, 0), slice(0, 0), [], n_keys)
+    q0, q1 = min(piece.q.start for piece in found), max(piece.q.stop for piece in found)
+    k0, k1 = min(piece.k.start for piece in found), max(piece.k.stop for piece in found)
+    shifted = [replace(piece, q=_moved(piece.q, q0), k=_moved(piece.k, k0)) for piece in found]
+    return Block(slice(q0, q1), slice(k0, k1), shifted, n_keys)
+
+
+def _moved(s: slice, by: int) -> slice:
+    return slice(s.start - by, s.stop - by)
 
 
 def _parts(t: Tokens, sizes: Sequence[int]) -> list[Tokens]:

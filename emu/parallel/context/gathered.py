@@ -11,13 +11,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from emu.parallel.context.place import Gradients, Kept, Place
+from emu.parallel.attention import block
+from emu.parallel.context.place import Gradients, Kept, Place, put
 
 
 def forward(here: Place, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Kept]:
     """Attention of this rank's queries to all keys: see ring.forward."""
     everyones_k, everyones_v = _gathered(here, k, v)
-    out, lse = here.attend(q, everyones_k, everyones_v, here.cut.pieces_of_all(here.group.rank))
+    whole = here.attend(q, everyones_k, everyones_v, here.cut.block_of_all(here.group.rank), None)
+    out, lse = block.nothing(q) if whole is None else whole
     out = out.to(q.dtype)
     return out, Kept(q, k, v, out.detach(), lse)
 
@@ -26,7 +28,8 @@ def backward(here: Place, grad: Tensor, kept: Kept) -> Gradients:
     """The gradients of this rank's queries, and of its keys and values through all queries: see ring.backward."""
     cut, dq = here.cut, torch.zeros_like(kept.out, dtype=kept.lse.dtype)
     k, v = _gathered(here, kept.k, kept.v)
-    of_all = here.backward(grad, kept, k, v, cut.pieces_of_all(here.group.rank), dq)
+    seen = cut.block_of_all(here.group.rank)
+    of_all = put(here.backward(grad, kept, k, v, seen, dq), seen, dq.dtype)
     del k, v
     under_way = [
         here.group.reduce_scatter(cut.by_rank(x, 2), 2, cut.sizes, async_op=True, name="gradients of keys and values")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -12,8 +12,7 @@ from torch import Tensor
 
 from emu.parallel.attention import block
 from emu.parallel.attention.block import Partial
-from emu.parallel.attention.pieces import Piece
-from emu.parallel.context.cut import Cut
+from emu.parallel.context.cut import Block, Cut
 from emu.spmd import Group, Rank
 
 FORWARD_FLOPS, BACKWARD_FLOPS = (
@@ -58,30 +57,39 @@ class Place:
     scale: float | None = None
     readers: tuple[int, ...] | None = None
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, pieces: Sequence[Piece], so_far: Partial | None = None
-    ) -> Partial:
-        """Attention to some keys in one kernel, merged into what there is so far."""
-        with self._kernel("attention", FORWARD_FLOPS, q, pieces):
-            part = block.attend(q, self._read(k), self._read(v), pieces, self.scale)
-            return part if so_far is None else block.merged(so_far, part)
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, seen: Block, so_far: Partial | None) -> Partial | None:
+        """Attention to some keys in one kernel, merged into what there is so far; where nothing is, every query sees some."""
+        if not seen.pieces:
+            return so_far
+        rows, keys = (slice(None), slice(None), seen.q), (slice(None), slice(None), seen.k)
+        with self._kernel("attention", FORWARD_FLOPS, q, seen):
+            part = block.attend(q[rows], self._read(k[keys]), self._read(v[keys]), seen.pieces, self.scale)
+            if so_far is None:
+                return part
+            block._merge_into(Partial(so_far.out[rows], so_far.lse[rows]), part)
+            return so_far
 
-    def backward(
-        self, grad: Tensor, kept: Kept, k: Tensor, v: Tensor, pieces: Sequence[Piece], dq: Tensor
-    ) -> list[Tensor]:
-        """The gradients of some keys and values through this rank's queries, in one kernel; adds those of the queries to dq."""
-        if not pieces:
-            return [torch.zeros_like(x, dtype=dq.dtype) for x in (k, v)]
-        q, _, _, out, lse = kept
-        with self._kernel("attention_backward", BACKWARD_FLOPS, q, pieces):
-            more, dk, dv = block.backward(grad, q, self._read(k), self._read(v), out, lse, pieces, self.scale)
-            dq.add_(more)
+    def backward(self, grad: Tensor, kept: Kept, k: Tensor, v: Tensor, seen: Block, dq: Tensor) -> list[Tensor]:
+        """The gradients of some keys and values through this rank's queries, in one kernel; adds those of the queries to dq.
+
+        Returns:
+            dk and dv of the keys that are seen, seen.k.
+        """
+        if not seen.pieces:
+            return [x[:, :, seen.k] for x in (k, v)]
+        rows, keys = (slice(None), slice(None), seen.q), (slice(None), slice(None), seen.k)
+        with self._kernel("attention_backward", BACKWARD_FLOPS, kept.q, seen):
+            more, dk, dv = block.backward(
+                *(grad[rows], kept.q[rows], self._read(k[keys]), self._read(v[keys]), kept.out[rows], kept.lse[rows]),
+                *(seen.pieces, self.scale),
+            )
+            dq[rows].add_(more)
             del more
             return [self._summed(dk), self._summed(dv)]
 
     @contextmanager
-    def _kernel(self, name: str, a_pair: int, q: Tensor, pieces: Sequence[Piece]) -> Iterator[None]:
-        pairs = sum(piece.pairs if piece.summed else piece.pairs * q.shape[0] for piece in pieces)
+    def _kernel(self, name: str, a_pair: int, q: Tensor, seen: Block) -> Iterator[None]:
+        pairs = sum(piece.pairs if piece.summed else piece.pairs * q.shape[0] for piece in seen.pieces)
         name = f"ring_{name}" if self.group.size > 1 and self.cut.kind != "all-gather" else name
         with self.rank.kernel(name, flops=a_pair * pairs * q.shape[1] * q.shape[3]):
             yield
@@ -97,3 +105,19 @@ class Place:
         if self.readers is None:
             return grad
         return torch.cat([some.sum(1, keepdim=True) for some in grad.split(list(self.readers), 1)], 1)
+
+
+def put(parts: list[Tensor], seen: Block, dtype: torch.dtype) -> list[Tensor]:
+    """Gradients of all keys, where those of the keys that are seen are known."""
+    if seen.k == slice(0, seen.n_keys):
+        return parts
+    shapes = [(*x.shape[:2], seen.n_keys, x.shape[3]) for x in parts]
+    return add([x.new_zeros(shape, dtype=dtype) for x, shape in zip(parts, shapes)], parts, seen.k)
+
+
+def add(to: list[Tensor], parts: list[Tensor], keys: slice) -> list[Tensor]:
+    """Adds gradients of some of the keys."""
+    for x, part in zip(to, parts):
+        if part.shape[2]:
+            x[:, :, keys].add_(part)
+    return to

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from emu.parallel.attention import block
-from emu.parallel.context.place import Gradients, Kept, Place
+from emu.parallel.context.place import Gradients, Kept, Place, add, put
 from emu.spmd import Work
 
 
@@ -37,9 +37,7 @@ def forward(here: Place, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Kept]
     mine, whole = (k, v), None
     for step in range(ranks):
         arriving = _pass_on(here, [k, v], step, "keys and values") if step < ranks - 1 else None
-        pieces = here.cut.pieces(me, (me - step) % ranks)
-        if pieces:
-            whole = here.attend(q, k, v, pieces, whole)
+        whole = here.attend(q, k, v, here.cut.block(me, (me - step) % ranks), whole)
         if arriving is not None:
             k, v = arriving.wait()
     whole = block.nothing(q) if whole is None else whole
@@ -58,33 +56,28 @@ def backward(here: Place, grad: Tensor, kept: Kept) -> Gradients:
     dq = torch.zeros_like(kept.out, dtype=kept.lse.dtype)
     k, v = kept.k, kept.v
     if ranks == 1:
-        return Gradients(dq, *here.backward(grad, kept, k, v, cut.pieces(0, 0), dq))
-    first, last = cut.halves(me)
+        seen = cut.block(0, 0)
+        return Gradients(dq, *put(here.backward(grad, kept, k, v, seen, dq), seen, dq.dtype))
+    first, last = (cut.half_block(me, half) for half in (0, 1))
     going: Work | None = None
     arriving = _pass_on(here, [k, v], 0, "keys and values")
-    of_last = here.backward(grad, kept, k[:, :, first.keys :], v[:, :, first.keys :], last.pieces, dq)
+    of_last = here.backward(grad, kept, k[:, :, first.n_keys :], v[:, :, first.n_keys :], last, dq)
     for step in range(1, ranks):
         k, v = arriving.wait()
         if step < ranks - 1:
             arriving = _pass_on(here, [k, v], step, "keys and values")
-        sums = here.backward(grad, kept, k, v, cut.pieces(me, (me - step) % ranks), dq)
-        if going is not None:
-            sums = _added(going.wait(), sums)
+        seen = cut.block(me, (me - step) % ranks)
+        more = here.backward(grad, kept, k, v, seen, dq)
+        sums = put(more, seen, dq.dtype) if going is None else add(going.wait(), more, seen.k)
         going = _pass_on(here, sums, step, "gradients of keys and values")
-    del sums
-    k, v = kept.k[:, :, : first.keys], kept.v[:, :, : first.keys]
-    of_first = here.backward(grad, kept, k, v, first.pieces, dq)
+        del more, sums
+    k, v = kept.k[:, :, : first.n_keys], kept.v[:, :, : first.n_keys]
+    of_first = here.backward(grad, kept, k, v, first, dq)
     assert going is not None
-    dk, dv = going.wait()
-    _added([x[:, :, : first.keys] for x in (dk, dv)], of_first)
-    _added([x[:, :, first.keys :] for x in (dk, dv)], of_last)
-    return Gradients(dq, dk, dv)
-
-
-def _added(to: list[Tensor], more: list[Tensor]) -> list[Tensor]:
-    for x, y in zip(to, more):
-        x.add_(y)
-    return to
+    sums = going.wait()
+    add(sums, of_first, first.k)
+    add(sums, of_last, slice(first.n_keys + last.k.start, first.n_keys + last.k.stop))
+    return Gradients(dq, *sums)
 
 
 def _pass_on(here: Place, tensors: list[Tensor], step: int, name: str) -> Work:
