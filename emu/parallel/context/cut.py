@@ -87,13 +87,13 @@ class Cut:
         if found is None:
             with torch._C._DisableTorchDispatch():  # the host looks, and the device does not notice
                 mine = self.tokens(i)
-                if of == "rank":
-                    keys = self.tokens(j)
-                elif of == "all":
-                    keys = tokens([Run(0, self.length)], self.documents)
+                if of == "half":
+                    sizes = split_sizes(len(mine), 2)
+                    found = _around(pieces(mine, _parts(mine, sizes)[j]), len(mine), j * sizes[0])
                 else:
-                    keys = _parts(mine, split_sizes(len(mine), 2))[j]
-                found = self._blocks[of, i, j] = _around(pieces(mine, keys), len(keys))
+                    keys = self.tokens(j) if of == "rank" else tokens([Run(0, self.length)], self.documents)
+                    found = _around(pieces(mine, keys), len(keys), 0)
+            self._blocks[of, i, j] = found
         return found
 
     def work(self, i: int) -> float:
@@ -308,14 +308,14 @@ def _joined_runs(ranges: Sequence[tuple[int, int]]) -> list[Run]:
     return out
 
 
-def _around(found: Sequence[Piece], n_keys: int) -> Block:
-    """The rectangle around some pieces."""
+def _around(found: Sequence[Piece], n_keys: int, first: int) -> Block:
+    """The rectangle around some pieces, whose keys are counted from the `first` one on."""
     if not found:
         return Block(slice(0, 0), slice(0, 0), [], n_keys)
     q0, q1 = min(piece.q.start for piece in found), max(piece.q.stop for piece in found)
     k0, k1 = min(piece.k.start for piece in found), max(piece.k.stop for piece in found)
     shifted = [replace(piece, q=_moved(piece.q, q0), k=_moved(piece.k, k0)) for piece in found]
-    return Block(slice(q0, q1), slice(k0, k1), shifted, n_keys)
+    return Block(slice(q0, q1), slice(first + k0, first + k1), shifted, n_keys)
 
 
 def _moved(s: slice, by: int) -> slice:

@@ -61,12 +61,12 @@ class Place:
         """Attention to some keys in one kernel, merged into what there is so far; where nothing is, every query sees some."""
         if not seen.pieces:
             return so_far
-        rows, keys = (slice(None), slice(None), seen.q), (slice(None), slice(None), seen.k)
         with self._kernel("attention", FORWARD_FLOPS, q, seen):
-            part = block.attend(q[rows], self._read(k[keys]), self._read(v[keys]), seen.pieces, self.scale)
+            k, v = self._read(some(k, seen.k)), self._read(some(v, seen.k))
+            part = block.attend(some(q, seen.q), k, v, seen.pieces, self.scale)
             if so_far is None:
                 return part
-            block._merge_into(Partial(so_far.out[rows], so_far.lse[rows]), part)
+            block._merge_into(Partial(some(so_far.out, seen.q), some(so_far.lse, seen.q)), part)
             return so_far
 
     def backward(self, grad: Tensor, kept: Kept, k: Tensor, v: Tensor, seen: Block, dq: Tensor) -> list[Tensor]:
@@ -76,14 +76,12 @@ class Place:
             dk and dv of the keys that are seen, seen.k.
         """
         if not seen.pieces:
-            return [x[:, :, seen.k] for x in (k, v)]
-        rows, keys = (slice(None), slice(None), seen.q), (slice(None), slice(None), seen.k)
+            return [some(x, seen.k) for x in (k, v)]
         with self._kernel("attention_backward", BACKWARD_FLOPS, kept.q, seen):
-            more, dk, dv = block.backward(
-                *(grad[rows], kept.q[rows], self._read(k[keys]), self._read(v[keys]), kept.out[rows], kept.lse[rows]),
-                *(seen.pieces, self.scale),
-            )
-            dq[rows].add_(more)
+            k, v = self._read(some(k, seen.k)), self._read(some(v, seen.k))
+            grad, q, out, lse = (some(x, seen.q) for x in (grad, kept.q, kept.out, kept.lse))
+            more, dk, dv = block.backward(grad, q, k, v, out, lse, seen.pieces, self.scale)
+            some(dq, seen.q).add_(more)
             del more
             return [self._summed(dk), self._summed(dv)]
 
@@ -119,5 +117,11 @@ def add(to: list[Tensor], parts: list[Tensor], keys: slice) -> list[Tensor]:
     """Adds gradients of some of the keys."""
     for x, part in zip(to, parts):
         if part.shape[2]:
-            x[:, :, keys].add_(part)
+            some(x, keys).add_(part)
     return to
+
+
+def some(x: Tensor, tokens: slice) -> Tensor:
+    """Some tokens of [batch, heads, tokens, ...]: itself, if they are all."""
+    n = tokens.stop - tokens.start
+    return x if n == x.shape[2] else x.narrow(2, tokens.start, n)

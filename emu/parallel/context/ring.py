@@ -61,7 +61,7 @@ def backward(here: Place, grad: Tensor, kept: Kept) -> Gradients:
     first, last = (cut.half_block(me, half) for half in (0, 1))
     going: Work | None = None
     arriving = _pass_on(here, [k, v], 0, "keys and values")
-    of_last = here.backward(grad, kept, k[:, :, first.n_keys :], v[:, :, first.n_keys :], last, dq)
+    of_last = here.backward(grad, kept, k, v, last, dq)
     for step in range(1, ranks):
         k, v = arriving.wait()
         if step < ranks - 1:
@@ -71,12 +71,11 @@ def backward(here: Place, grad: Tensor, kept: Kept) -> Gradients:
         sums = put(more, seen, dq.dtype) if going is None else add(going.wait(), more, seen.k)
         going = _pass_on(here, sums, step, "gradients of keys and values")
         del more, sums
-    k, v = kept.k[:, :, : first.n_keys], kept.v[:, :, : first.n_keys]
-    of_first = here.backward(grad, kept, k, v, first, dq)
+    of_first = here.backward(grad, kept, kept.k, kept.v, first, dq)
     assert going is not None
     sums = going.wait()
     add(sums, of_first, first.k)
-    add(sums, of_last, slice(first.n_keys + last.k.start, first.n_keys + last.k.stop))
+    add(sums, of_last, last.k)
     return Gradients(dq, *sums)
 
 
