@@ -71,6 +71,11 @@ class HostCopy:
         """Whether the tensor has memory on the device: it did not leave, or is coming back."""
         return self._tensor is not None
 
+    @property
+    def here_all_along(self) -> bool:
+        """Whether it never left: what `back` returns is what was copied."""
+        return self._tensor is not None and self._coming is None
+
     def wait(self) -> None:
         """The current stream waits until the copy is in host memory, and the tensor on the device is let go of."""
         if self._coming is None and self._tensor is not None:
