@@ -6,6 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import emu
 from emu.parallel.attention.pieces import MOST_TILES, attended, causal_pairs, pieces
 from emu.parallel.attention.tokens import Run, Tokens, tokens, tokens_by_row
 
@@ -137,3 +138,27 @@ def test_positions_that_do_not_increase_are_refused():
     with pytest.raises(ValueError, match="step"):
         Run(0, 4, 0)
     assert isinstance(tokens([]), Tokens) and len(tokens([])) == 0
+
+
+def test_host_data_keeps_its_values_in_a_shape_run():
+    """Cuts and pieces are made inside of programs, where a shape run takes the values of whatever operators touch."""
+    documents = torch.arange(40)[None] // 12
+
+    def program(rank):
+        return [
+            pieces(queries, keys)
+            for queries in cut("zigzag", 40, 2, documents)
+            for keys in cut("striped", 40, 3, documents)
+        ]
+
+    expected = program(None)
+    for backend in ("virtual", "shape"):
+        run = emu.launch(program, emu.Mesh(dp=1), backend=backend)
+        assert not run.trace.events[0], "no device takes part"
+        for found, known in zip(run.results[0], expected):
+            assert [(p.q, p.k, p.causal, p.pairs) for p in found] == [(p.q, p.k, p.causal, p.pairs) for p in known]
+            assert all(p.mask is None or torch.equal(p.mask, w.mask) for p, w in zip(found, known))
+    with pytest.raises(emu.EmuError, match="make them outside"):
+        emu.launch(
+            lambda rank: cut("zigzag", 8, 2, torch.zeros(1, 8, dtype=torch.int64)), emu.Mesh(dp=1), backend="shape"
+        )

@@ -11,10 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from emu.parallel.attention.tokens import Tokens
+from emu.parallel.attention.tokens import Tokens, host, values
 
 # A staircase with more corners than that is one masked rectangle: no usual cut has so many.
 MOST_TILES = 32
@@ -67,7 +66,7 @@ def pieces(queries: Tokens, keys: Tokens) -> list[Piece]:
         raise ValueError("of queries and keys only one knows its documents: give documents to both or to neither")
     if not len(queries) or not len(keys):
         return []
-    q, k = queries.positions.numpy(), keys.positions.numpy()
+    q, k = values(queries.positions), values(keys.positions)
     if queries.documents is None and keys.documents is None and q.ndim == k.ndim == 1:
         return _tiles(np.searchsorted(k, q, side="right")) or _strips(queries, keys, summed=False)
     return _strips(queries, keys, summed=True)
@@ -121,7 +120,7 @@ def _strips(queries: Tokens, keys: Tokens, summed: bool) -> list[Piece]:
             part = seen[:, box[0], box[1]]
             whole = bool(part.all())
             causal = not whole and bool((part == np.tri(*part.shape[1:], dtype=bool)).all())
-            mask = None if whole or causal else torch.from_numpy(part.copy())
+            mask = None if whole or causal else host(part)
             at = slice(k0 + box[1].start, k0 + box[1].stop)
             found.append(Piece(box[0], at, causal, mask, int(part.sum()), summed))
     return found
@@ -129,8 +128,8 @@ def _strips(queries: Tokens, keys: Tokens, summed: bool) -> list[Piece]:
 
 def _seen(queries: Tokens, keys: Tokens, strip: slice) -> np.ndarray:
     """[rows or 1, queries, keys of the strip] bool."""
-    q, k = (np.atleast_2d(t.positions.numpy()) for t in (queries, keys))
+    q, k = (np.atleast_2d(values(t.positions)) for t in (queries, keys))
     seen = k[:, None, strip] <= q[:, :, None]
     if queries.documents is not None and keys.documents is not None:
-        seen = seen & (queries.documents.numpy()[:, :, None] == keys.documents.numpy()[:, None, strip])
+        seen = seen & (values(queries.documents)[:, :, None] == values(keys.documents)[:, None, strip])
     return seen

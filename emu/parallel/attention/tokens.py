@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from emu.spmd import EmuError
+
 
 @dataclass(frozen=True)
 class Run:
@@ -68,7 +70,7 @@ def tokens(runs: Iterable[Run], documents: Tensor | None = None) -> Tokens:
             )
     places = [np.arange(run.start, run.stop, run.step, dtype=np.int64) for run in kept]
     positions = np.concatenate(places) if places else np.zeros(0, dtype=np.int64)
-    return Tokens(kept, _host(positions), None if documents is None else _host(documents.numpy()[:, positions]))
+    return Tokens(kept, host(positions), None if documents is None else host(values(documents)[:, positions]))
 
 
 def tokens_by_row(positions: np.ndarray, documents: Tensor | None = None) -> Tokens:
@@ -85,10 +87,26 @@ def tokens_by_row(positions: np.ndarray, documents: Tensor | None = None) -> Tok
         raise ValueError(f"positions {positions.shape} are not [rows, n] with every row increasing")
     if documents is not None and len(documents) != len(positions):
         raise ValueError(f"positions of {len(positions)} rows do not fit documents of {len(documents)} rows")
-    own = None if documents is None else _host(np.take_along_axis(documents.numpy(), positions, axis=1))
-    return Tokens(None, _host(positions.astype(np.int64)), own)
+    own = None if documents is None else host(np.take_along_axis(values(documents), positions, axis=1))
+    return Tokens(None, host(positions.astype(np.int64)), own)
 
 
-def _host(array: np.ndarray) -> Tensor:
-    """A tensor that no device counts as its own: no operator makes it."""
-    return torch.from_numpy(np.ascontiguousarray(array))
+def values(x: Tensor) -> np.ndarray:
+    """The numbers of host data, whatever devices are at work: in a shape run, too, and no device notices.
+
+    Raises:
+        EmuError: the tensor was made in a shape run's program, and has no numbers.
+    """
+    if x.is_meta:
+        raise EmuError(
+            f"documents or positions {tuple(x.shape)} have no values: they were made in the program of a shape run",
+            "make them outside of the program; every rank may read what was made there",
+        )
+    with torch._C._DisableTorchDispatch():
+        return x.numpy()
+
+
+def host(array: np.ndarray) -> Tensor:
+    """Host data out of numbers, which no device counts as its own."""
+    with torch._C._DisableTorchDispatch():
+        return torch.from_numpy(np.ascontiguousarray(array))

@@ -1,0 +1,278 @@
+"""The tiled algorithm is attention, each step of it is what it says, and the bytes it counts are those of closed forms."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import emu
+from emu.models.attention import causal_mask, spelled_out
+from emu.parallel.attention.flash import FlashBackward, FlashForward, flash_attention
+from emu.parallel.attention.tiles import H100_BLOCK_BYTES, Shape, Tiles, backward_bytes, forward_bytes, tiles_for
+from emu.parallel.attention.traffic import attention_flops, backward_traffic, forward_traffic, plain_traffic
+
+FLOAT64 = 1e-12  # float64 sums in another order
+
+
+@st.composite
+def problems(draw, dtypes=(torch.float64,)):
+    """q, k, v, and causal, documents, tiles: any sizes, any tiles, uneven ones too."""
+    batch, kv_heads, group, head_dim = (draw(st.integers(1, n)) for n in (3, 2, 3, 9))
+    queries = draw(st.integers(1, 30))
+    documents = None
+    if draw(st.booleans()):
+        row = st.lists(st.integers(0, 3), min_size=queries, max_size=queries)
+        documents = torch.tensor([draw(row) for _ in range(draw(st.sampled_from((1, batch))))])
+    keys = queries if documents is not None else draw(st.one_of(st.just(queries), st.integers(1, 30)))
+    draws = torch.Generator().manual_seed(draw(st.integers(0, 2**20)))
+    sizes = ((kv_heads * group, queries), (kv_heads, keys), (kv_heads, keys))
+    dtype = draw(st.sampled_from(dtypes))
+    q, k, v = (torch.randn(batch, h, n, head_dim, generator=draws, dtype=torch.float64).to(dtype) for h, n in sizes)
+    tiles = Tiles(*(draw(st.integers(1, 12)) for _ in range(4)))
+    return (q, k, v), {"causal": draw(st.booleans()), "documents": documents, "tiles": tiles}
+
+
+def visible(q, k, causal, documents):
+    """[batch or 1, 1, queries, keys] bool, pair by pair."""
+    seen = torch.ones(1, 1, q.shape[2], k.shape[2], dtype=torch.bool)
+    if causal:
+        seen = seen.tril()
+    return seen if documents is None else seen & (documents[:, None, :, None] == documents[:, None, None, :])
+
+
+@given(problems())
+def test_the_tiled_algorithm_is_attention_forward_and_backward(problem):
+    inputs, options = problem
+    seen = visible(inputs[0], inputs[1], options["causal"], options["documents"])
+    leaves = [[x.clone().requires_grad_() for x in inputs] for _ in range(2)]
+    ours = flash_attention(*leaves[0], **options)
+    theirs = F.scaled_dot_product_attention(*leaves[1], attn_mask=seen, enable_gqa=True)
+    cotangent = torch.cos(torch.arange(ours.numel(), dtype=torch.float64)).view(ours.shape)
+    grads = [torch.autograd.grad(out, inputs, cotangent) for out, inputs in ((ours, leaves[0]), (theirs, leaves[1]))]
+    for a, b in zip((ours.detach(), *grads[0]), (theirs.detach(), *grads[1])):
+        assert float((a - b).abs().max()) <= FLOAT64 * max(1.0, float(b.abs().max()))
+
+
+@given(problems())
+def test_running_values_are_right_after_every_tile(problem):
+    """After each tile, m is the largest score so far, O / l attention over the keys so far; hidden tiles change nothing."""
+    (q, k, v), options = problem
+    kv_heads, group = k.shape[1], q.shape[1] // k.shape[1]
+    seen = visible(q, k, options["causal"], options["documents"])
+    scores = (q @ k.repeat_interleave(group, 1).mT / math.sqrt(q.shape[-1])).masked_fill(~seen, -math.inf)
+    values, total = v.repeat_interleave(group, 1), torch.zeros(())
+    for step in FlashForward(q, k, v, **options):
+        if step.kind == "softmax":
+            total = step.values["l"]
+            past = scores[step.row, :, step.queries, : step.keys.stop]
+            assert torch.allclose(step.values["m"].flatten(0, 1), past.amax(-1), rtol=0, atol=1e-12)
+            assert torch.allclose(
+                (step.values["m"] + total.log()).flatten(0, 1), past.logsumexp(-1), rtol=0, atol=1e-12
+            )
+        if step.kind == "output":
+            assert step.values["O"].shape[:2] == (kv_heads, group)
+            so_far = past.softmax(-1).nan_to_num() @ values[step.row, :, : step.keys.stop]
+            mean = (step.values["O"] / total.clamp(min=1e-300).unsqueeze(-1)).flatten(0, 1)
+            assert torch.allclose(mean, so_far, rtol=0, atol=1e-12)
+
+
+def test_a_sum_that_is_not_shrunk_when_the_maximum_grows_is_wrong():
+    """The control: the rescaling above is needed, and seen."""
+    q = torch.ones(1, 1, 4, 1, dtype=torch.float64)
+    k = torch.tensor([0.0, 1.0, 2.0, 3.0], dtype=torch.float64).view(1, 1, 4, 1)
+    shrinks = [
+        s.values["shrink"] for s in FlashForward(q, k, k, causal=False, tiles=Tiles(4, 1, 1, 1)) if s.kind == "softmax"
+    ]
+    assert [round(float(s[0, 0, 0]), 6) for s in shrinks] == [0.0, *[round(math.exp(-1), 6)] * 3]
+    out = flash_attention(q, k, k, causal=False, tiles=Tiles(4, 1, 1, 1))
+    unshrunk = sum(float(x) for x in k.flatten()) / 4
+    assert abs(float(out[0, 0, 0, 0]) - unshrunk) > 0.1
+
+
+# Bytes
+
+
+def counted(problem):
+    """Bytes read and written, forward and backward, as the steps count them."""
+    (q, k, v), options = problem
+    forward = FlashForward(q, k, v, **options)
+    steps = list(forward)
+    back = FlashBackward(torch.ones_like(q), q, k, v, forward.out, forward.lse, **options)
+    back_steps = list(back)
+    for walk, taken in ((forward, steps), (back, back_steps)):
+        assert walk.read_bytes == sum(s.read_bytes for s in taken)
+        assert walk.written_bytes == sum(s.written_bytes for s in taken)
+        assert [s.index for s in taken] == list(range(len(taken)))
+    return (forward.read_bytes, forward.written_bytes), (back.read_bytes, back.written_bytes), forward.shape
+
+
+@given(problems(dtypes=(torch.float64, torch.float32, torch.bfloat16)))
+def test_counted_bytes_equal_the_closed_form_for_any_sizes(problem):
+    forward, back, shape = counted(problem)
+    assert forward == forward_traffic(shape, problem[1]["tiles"])
+    assert back == backward_traffic(shape, problem[1]["tiles"])
+
+
+@given(*(st.integers(1, n) for n in (3, 2, 3, 5, 5)), st.integers(1, 8), st.booleans())
+def test_where_tiles_divide_the_length_bytes_are_a_formula(batch, kv_heads, group, tiles_q, tiles_k, head_dim, causal):
+    """Square tiles of 4, bfloat16: N tokens, T tiles of them, T (T + 1) / 2 needed of T^2 where attention is causal."""
+    tiles_k = tiles_q if causal else tiles_k
+    heads, n, m = kv_heads * group, 4 * tiles_q, 4 * tiles_k
+    draws = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(batch, h, x, head_dim, generator=draws).bfloat16() for h, x in ((heads, n), (kv_heads, m)))
+    needed = tiles_q * (tiles_q + 1) // 2 if causal else tiles_q * tiles_k
+    forward, back, _ = counted(((q, k, k), {"causal": causal, "tiles": Tiles(4, 4, 4, 4)}))
+    rows = batch * heads
+    assert forward == (rows * (2 * n * head_dim + needed * 2 * 4 * head_dim * 2), rows * (2 * n * head_dim + 4 * n))
+    kv = batch * kv_heads * 2 * m * head_dim * 2
+    visits = rows * needed * 4
+    read = rows * 2 * n * head_dim * 2 + kv + visits * (2 * head_dim * 2 + 8) + (visits - rows * n) * 4 * head_dim
+    assert back[0] == read + rows * n * head_dim * 4  # and dQ to round
+    assert back[1] == rows * n * 4 + visits * 4 * head_dim + kv + rows * n * head_dim * 2
+
+
+@settings(max_examples=60)
+@given(st.integers(1, 300), st.sampled_from((2, 4, 8)), st.integers(200, 300_000), problems())
+def test_tiles_fill_the_memory_that_there_is_and_no_more(head_dim, element_bytes, sram_bytes, problem):
+    shape = Shape(1, 1, 1, 64, 64, head_dim, element_bytes, max(4, element_bytes))
+    rest = (head_dim, element_bytes, max(4, element_bytes))
+    if backward_bytes(1, 1, *rest) > sram_bytes:
+        with pytest.raises(emu.EmuError, match="one query and one key"):
+            tiles_for(shape, sram_bytes)
+        return
+    tiles = tiles_for(shape, sram_bytes)
+    for size, needed in ((tiles.queries, forward_bytes), (tiles.back_queries, backward_bytes)):
+        assert needed(size, size, *rest) <= sram_bytes < needed(size + 16, size + 16, *rest)
+        assert size % 16 == 0 or needed(16, 16, *rest) > sram_bytes
+    (q, k, v), options = problem
+    least = backward_bytes(1, 1, q.shape[-1], 8, 8)
+    walk = FlashForward(q, k, v, options["causal"], options["documents"], sram_bytes=least + sram_bytes)
+    walk.run()
+    assert 0 < walk.most_held_bytes <= least + sram_bytes
+
+
+def test_an_h100_gets_the_tiles_of_published_kernels():
+    """FlashAttention-2 and 3 take 128 queries at head dim 128 in bfloat16, and 64 to 80 going back."""
+    tiles = tiles_for(Shape(1, 1, 1, 8192, 8192, 128, 2, 4), H100_BLOCK_BYTES)
+    assert tiles == Tiles(128, 128, 64, 64)
+
+
+# In a trace
+
+
+def kernels(program, backend="virtual"):
+    trace = emu.launch(program, emu.Mesh(dp=1), backend=backend).trace
+    return [event for event in trace.events[0] if type(event).__name__ == "Kernel"]
+
+
+SIZES = {
+    "batch": 2,
+    "heads": 4,
+    "kv_heads": 2,
+    "queries": 48,
+    "keys": 48,
+    "head_dim": 8,
+    "element_bytes": 4,
+    "sum_bytes": 4,
+}
+SRAM = 4096
+
+
+def tensors(like=torch.zeros):
+    q = like(2, 4, 48, 8).requires_grad_()
+    return q, *(like(2, 2, 48, 8).requires_grad_() for _ in range(2))
+
+
+@pytest.mark.parametrize("with_documents", [False, True])
+def test_the_trace_has_one_kernel_a_pass_with_the_counted_bytes(with_documents):
+    documents = torch.arange(48)[None].expand(2, -1) // 20 if with_documents else None
+
+    def program(rank):
+        q, k, v = tensors()
+        out = flash_attention(q, k, v, documents=documents, sram_bytes=SRAM, kernel=rank.kernel)
+        torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+
+    q, k, v = tensors(torch.randn)
+    tiles = tiles_for(Shape.of(q, k, v), SRAM)
+    forward, back, shape = counted(((q.detach(), k.detach(), v.detach()), {"documents": documents, "tiles": tiles}))
+    for backend in ("virtual", "shape"):
+        found = {kernel.name: kernel for kernel in kernels(program, backend) if kernel.name.startswith("flash")}
+        assert list(found) == ["flash_attention", "flash_attention_backward"]
+        assert found["flash_attention"].bytes == sum(forward)
+        assert found["flash_attention_backward"].bytes == sum(back)
+        assert found["flash_attention"].flops == attention_flops(shape) == found["flash_attention_backward"].flops // 2
+
+
+def test_plain_attention_moves_in_a_trace_what_its_closed_form_says_and_far_more_than_tiles():
+    def program(rank):
+        q, k, v = tensors()
+        mask = causal_mask(48)
+        rank.mark("from here")
+        out = spelled_out(q, k, v, mask, torch.nn.Identity())
+        torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+
+    events = [kernel for kernel in kernels(program) if kernel.phase and kernel.name != "ones_like"]
+    forward, back = plain_traffic(Shape(**SIZES))
+    assert sum(kernel.bytes for kernel in events if kernel.phase == "forward") == sum(forward)
+    assert sum(kernel.bytes for kernel in events if kernel.phase == "backward") == sum(back)
+    long = Shape(**{**SIZES, "queries": 8192, "keys": 8192, "head_dim": 128, "element_bytes": 2})
+    tiles = tiles_for(long, H100_BLOCK_BYTES)
+    plain, plain_back = (sum(traffic) for traffic in plain_traffic(long))
+    assert plain > 5 * sum(forward_traffic(long, tiles))
+    assert plain_back > 1.4 * sum(backward_traffic(long, tiles))  # dQ goes back and forth with every tile of keys
+
+
+@given(st.integers(1, 30), st.booleans(), st.booleans())
+def test_flops_count_pairs_that_attend(length, causal, with_documents):
+    documents = torch.arange(length)[None] // 7 if with_documents else None
+    q = torch.zeros(2, 3, length, 5)
+    pairs = visible(q, q, causal, documents).sum() * 2
+    assert attention_flops(Shape.of(q, q, q, causal, documents)) == 4 * 3 * 5 * int(pairs)
+
+
+# To step through
+
+
+def test_a_walk_is_read_step_by_step_and_goes_on_where_it_was_left():
+    draws = torch.Generator().manual_seed(0)
+    q, k = torch.randn(1, 2, 8, 4, generator=draws), torch.randn(1, 1, 8, 4, generator=draws)
+    walk = FlashForward(q, k, k, tiles=Tiles(4, 4, 4, 4))
+    first = [next(iter(walk)) for _ in range(5)]
+    assert [step.kind for step in first] == ["load Q", "load K, V", "scores", "softmax", "output"]
+    assert (walk.read_bytes, walk.written_bytes) == (384, 0) and not walk.out.any()
+    lines = [str(step) for step in (*first, *walk)]
+    assert [step.index for step in first] == list(range(5)) and lines[5].split()[0] == "5"
+    assert "12 of 32 hidden" in lines[2] and "m -inf ->" in lines[3] and "writes 160 B" in lines[5]
+    assert "keys 4-7" not in "".join(lines[:6]), "a tile in which nothing is seen was visited"
+    assert not list(walk) and walk.out.any()
+    back = list(FlashBackward(torch.ones_like(q), q, k, k, walk.out, walk.lse, tiles=Tiles(4, 4, 4, 4)))
+    assert all(len(str(step)) < 160 for step in back)
+    meta = FlashForward(q.to("meta"), k.to("meta"), k.to("meta"), tiles=Tiles(4, 4, 4, 4))
+    assert all("shapes only" in str(step) for step in meta)
+
+
+@pytest.mark.parametrize("sizes", [(0, 2, 1, 3, 3, 4), (1, 2, 1, 0, 0, 4), (1, 2, 1, 3, 0, 4), (1, 2, 1, 3, 3, 0)])
+def test_empty_tensors(sizes):
+    batch, heads, kv_heads, queries, keys, head_dim = sizes
+    q = torch.randn(batch, heads, queries, head_dim, requires_grad=True)
+    k = torch.randn(batch, kv_heads, keys, head_dim, requires_grad=True)
+    out = flash_attention(q, k, k)
+    assert out.shape == q.shape
+    out.sum().backward()
+    assert q.grad is not None and not q.grad.any()
+    forward, back, shape = counted(((q.detach(), k.detach(), k.detach()), {"tiles": Tiles(2, 2, 2, 2)}))
+    assert forward == forward_traffic(shape, Tiles(2, 2, 2, 2)) and back == backward_traffic(shape, Tiles(2, 2, 2, 2))
+
+
+def test_what_does_not_fit_together_is_refused():
+    q, k = torch.zeros(1, 3, 4, 2), torch.zeros(1, 2, 4, 2)
+    with pytest.raises(emu.EmuError, match="do not fit") as raised:
+        flash_attention(q, k, k)
+    assert "divides heads" in raised.value.hint
+    with pytest.raises(emu.EmuError, match="documents"):
+        flash_attention(q, q, q, documents=torch.zeros(1, 5))
+    with pytest.raises(emu.EmuError, match="empty tiles"):
+        Tiles(0, 1, 1, 1)
