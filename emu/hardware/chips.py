@@ -32,6 +32,7 @@ class Chip:
         calibrated_flops: rates fitted to a machine at hand by dtype; empty until calibrated.
         calibrated_hbm_bytes_per_s: likewise; None until calibrated.
         l2_bytes, sm_count, tdp_w: last-level cache, cores, board power; None where no figure is known.
+        sm_bytes: the shared memory that one core (SM) has for its tiles, likewise.
         sources: dotted field name, e.g. "peak_flops.bfloat16", to where its number was read. A source that starts with
             "unverified" names a number that no good source was found for.
     """
@@ -48,6 +49,7 @@ class Chip:
     l2_bytes: int | None = None
     sm_count: int | None = None
     tdp_w: float | None = None
+    sm_bytes: int | None = None
     sources: Mapping[str, str] = field(default_factory=dict, hash=False, repr=False)
 
     def peak(self, dtype: str) -> float:

@@ -13,7 +13,7 @@
     hbm_fraction = 0.84
     kernel_s = 2e-6
     peak_flops = { bfloat16 = 989e12, float32 = 67e12 }
-    achievable_flops = { bfloat16 = 794e12 }        # optional, like l2_bytes, sm_count, tdp_w and calibrated_*
+    achievable_flops = { bfloat16 = 794e12 }        # optional, like l2_bytes, sm_count, sm_bytes, tdp_w and calibrated_*
     sources = { default = "my data sheet" }         # optional in every table; else "given in" the file
 
     [node]

@@ -67,6 +67,7 @@ class ChipTable(_Table):
     calibrated_hbm_bytes_per_s: Positive | None = None
     l2_bytes: Bytes | None = None
     sm_count: Count | None = None
+    sm_bytes: Bytes | None = None
     tdp_w: Positive | None = None
 
 
