@@ -53,6 +53,8 @@ OF_PLANS = [
     ("--schedule", "gpipe"),
     ("--chunks", "2"),
     ("--context", "ring"),
+    ("--checkpoint", "full"),
+    ("--offload",),
     ("--microbatches", "2"),
     ("--micro-batch", "1"),
     ("--precision", "bf16-mixed"),

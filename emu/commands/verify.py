@@ -44,6 +44,12 @@ def verify(
     context: Annotated[
         str, typer.Option(help="With --model, over cp: ring, zigzag, striped, all-gather, ulysses or usp.")
     ] = "zigzag",
+    checkpoint: Annotated[
+        str, typer.Option(help="With --model: what is computed again: none, full, every:C, sqrt, naive, selective, ...")
+    ] = "none",
+    offload: Annotated[
+        bool, typer.Option("--offload", help="With --model: activations wait in the host's memory.")
+    ] = False,
     microbatches: Annotated[
         int, typer.Option(help="With --model: a rank's sequences are cut into so many, one after the other.")
     ] = 1,
@@ -94,6 +100,8 @@ def verify(
                 schedule,
                 chunks,
                 context,
+                checkpoint,
+                offload,
                 microbatches,
                 micro_batch,
                 global_batch,

@@ -16,7 +16,7 @@ from emu.equivalence.check import check
 from emu.equivalence.state import drops_out, name_of_dropout
 from emu.equivalence.verdict import Verdict
 from emu.parallel import Batch, Plan, SyncBatchNorm, as_batch, check_model, checked_plan, mesh_of, parallelize
-from emu.parallel.plan import set_capacity
+from emu.parallel.parallelize import set_capacity
 from emu.spmd import EmuError, Mesh, PlanError, Rank, grads
 
 RATE = 0.1  # of the step that both sides take

@@ -9,8 +9,9 @@ from emu.parallel.local import LocalSGD
 from emu.parallel.noise import GradientNoise, Noise, Tradeoff, fit_tradeoff, noise_from
 from emu.parallel.optimistic import OptimisticStep
 from emu.parallel.optimizer import Optimizer, Stepped
+from emu.parallel.parallelize import parallelize
 from emu.parallel.pipeline.pipeline import Pipeline
-from emu.parallel.plan import Plan, checked_plan, mesh_of, parallelize
+from emu.parallel.plan import Plan, checked_plan, mesh_of
 from emu.parallel.scaling import LossScale
 from emu.parallel.state import Piece, export_dcp, import_dcp, load, load_dcp, load_state, save, save_dcp, save_state
 from emu.parallel.statistics import SyncBatchNorm, synchronize_statistics

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import inf, prod
-from typing import Any, cast
-
-from torch import nn
+from typing import cast
 
 from emu.parallel.axes import AXES, DATA_AXES, FOLDS, parse_mesh
+from emu.parallel.checkpointing.policy import Policy
 from emu.parallel.context.cut import KINDS
-from emu.parallel.data import DataParallel
-from emu.parallel.pipeline.pipeline import Pipeline
 from emu.parallel.pipeline.schedules import make
-from emu.parallel.tensor import shard_model
 from emu.parallel.wrapping import checked_options, divisors
-from emu.spmd import EmuError, Mesh, PlanError, Precision, Rank
+from emu.spmd import Mesh, PlanError, Precision
 from emu.spmd.precision import PRESETS
 
 
@@ -35,6 +31,9 @@ class Plan:
         schedule: with pp: which rank does what when: gpipe, 1f1b, ... (see emu.parallel.pipeline.SCHEDULES).
         chunks: with pp: how many stages a rank holds; 1 is what the schedule has by nature.
         context: with cp: how attention crosses ranks: ring, zigzag, striped, all-gather, ulysses or usp.
+        checkpoint: what backward computes again: none, full, every:C, sqrt, repeated:C, naive, selective, ... (see
+            emu.parallel.checkpointing.Policy).
+        offload: whether what layers keep for backward waits in the host's memory.
         microbatches: into how many parts a rank's share of a step is cut; or micro_batch, the most sequences of a rank at once.
         global_batch, seq: sequences in a step, and tokens in each.
         precision: a preset.
@@ -53,6 +52,8 @@ class Plan:
     schedule: str = "1f1b"
     chunks: int = 1
     context: str = "zigzag"
+    checkpoint: str = "none"
+    offload: bool = False
     microbatches: int = 1
     micro_batch: int | None = None
     global_batch: int = 8
@@ -86,12 +87,13 @@ class Plan:
                 )
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:
             raise PlanError(f"seed={self.seed!r} is not a whole number from 0 to 2**63 - 1", "say seed=0", field="seed")
-        for field in ("reshard_after_forward", "sp"):
+        for field in ("reshard_after_forward", "sp", "offload"):
             if not isinstance(getattr(self, field), bool):
                 raise PlanError(f"{field}={getattr(self, field)!r}", "say True or False", field=field)
         self._check_layers()
         self._check_schedule()
         self._check_context()
+        Policy.named(self.checkpoint, 1)
         checked_options(
             ranks, "dp+cp" if self.axes().get("cp", 1) > 1 else "dp", self.zero, self.replicate, self.prefetch
         )
@@ -254,73 +256,3 @@ def mesh_of(plan: Plan, on: object = None) -> Mesh:
     """The mesh that a plan asks for."""
     plan = checked_plan(plan)
     return Mesh(on=on, **plan.axes(), **{axis: getattr(plan, axis) for axis in FOLDS if getattr(plan, axis) > 1})
-
-
-def parallelize(model: nn.Module, plan: Plan, rank: Rank) -> DataParallel:
-    """The distributed form of a plain model on one rank of the plan's mesh. It is no module: `.model` is.
-
-    Raises:
-        PlanError: no plan, or one for another mesh than the rank's; EmuError: no module, one without loss_sum, or no rank.
-    """
-    plan = checked_plan(plan)
-    if not isinstance(rank, Rank):
-        raise EmuError(
-            f"the rank is a {type(rank).__name__}",
-            "pass the rank that the program gets: parallelize(model, plan, rank)",
-        )
-    wanted, there = mesh_of(plan), rank.mesh
-    if any(
-        {a: n for a, n in w.items() if n > 1} != {a: n for a, n in t.items() if n > 1}
-        for w, t in (
-            (wanted.axes, there.axes),
-            (wanted.folds, there.folds),
-        )
-    ):
-        raise PlanError(
-            f"the plan is for mesh {wanted}, but the program runs on {there}",
-            "launch it on the plan's mesh: emu.launch(program, emu.parallel.mesh_of(plan))",
-            field="mesh",
-        )
-    if plan.capacity is not None:
-        set_capacity(model, plan.capacity)
-    balances = {getattr(m, "over", None) for m in model.modules()}  # what balance losses are over
-    sequences = plan.axes().get("cp", 1) > 1
-    shares = ("batch" in balances and there.size > 1) or ("sequence" in balances and sequences)
-    inside = plan.axes().get("tp", 1) * plan.ep * plan.etp > 1 or shares
-    strategy, more = DataParallel, {}
-    if plan.axes().get("pp", 1) > 1:
-        strategy, more = (
-            Pipeline,
-            {"schedule": plan.schedule, "chunks": plan.chunks, "microbatches": plan.accumulated()},
-        )
-    return strategy(
-        model,
-        rank,
-        *(axis for axis in DATA_AXES if axis in rank.mesh.axes),
-        sharding=shard_model(model, rank, sp=plan.sp) if inside else None,
-        context=plan.context,
-        **more,
-        zero=plan.zero,
-        replicate=plan.replicate,
-        reshard_after_forward=plan.reshard_after_forward,
-        prefetch=plan.prefetch,
-        precision=plan.precision_roles(),
-        find_unused=True,
-    )
-
-
-def set_capacity(model: nn.Module, capacity: float) -> None:
-    """Limits how many tokens an expert takes, in every module of a model that counts them (see Plan.capacity).
-
-    Raises:
-        PlanError: no module of the model does.
-    """
-    counting: list[Any] = [m for m in model.modules() if hasattr(m, "limit") and hasattr(m, "factor")]
-    if not counting:
-        raise PlanError(
-            f"capacity={capacity}, but {type(model).__name__} has no experts that take tokens",
-            "leave capacity out",
-            field="capacity",
-        )
-    for module in counting:
-        module.factor = capacity
