@@ -38,7 +38,7 @@ class Chain:
         self, policy: Policy, names: Sequence[str], keep: Keep, operators: frozenset[str] = frozenset()
     ) -> None:
         self.policy, self.names, self.keep, self.operators = policy, list(names), keep, operators
-        self._segments = [policy.segment_of(i) for i in range(policy.layers)]
+        self._segments = policy.of_layers()
 
     def call(self, layer: nn.Module, i: int, first: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """What a layer's call comes to."""

@@ -52,12 +52,12 @@ class Again(NamedTuple):
     Fields:
         segment: which.
         begins: the layer from whose input it sets out.
-        held: inputs that are kept while its backward runs, besides that of its own first layer.
+        held: how many inputs are kept while its backward runs, besides that of its own first layer.
     """
 
     segment: Segment
     begins: int
-    held: tuple[int, ...]
+    held: int
 
     @property
     def forwards(self) -> int:
@@ -87,8 +87,8 @@ class Policy:
     def __post_init__(self) -> None:
         if self.layers < 0:
             raise _wrong(f"{self.layers} layers", "give the number of layers, 0 or more")
-        roots = {s.start for s in self.segments if s.source == s.start}
         starts = {s.start for s in self.segments}
+        roots: set[int] = set()  # inputs that are kept, and lead to where we are through segments alone
         end = 0
         for s in self.segments:
             if not end <= s.start < s.stop <= self.layers:
@@ -96,8 +96,11 @@ class Policy:
                     f"segment {s.start} to {s.stop} overlaps the one before, is empty, or leaves the {self.layers} layers",
                     "give segments in order: Segment(0, 2, 0), Segment(2, 4, 2)",
                 )
-            covered = sum(o.stop - o.start for o in self.segments if s.source <= o.start < s.start)
-            if s.source not in roots or covered != s.start - s.source:
+            if end < s.start:
+                roots = set()
+            if s.source == s.start:
+                roots.add(s.start)
+            if s.source not in roots:
                 raise _wrong(
                     f"segment {s.start} to {s.stop} comes from layer {s.source}, whose input is not kept, or from which layers "
                     "that belong to no segment lead to it",
@@ -137,9 +140,12 @@ class Policy:
             made = [Segment(i, min(i + c, n), 0) for i in range(0, n, c)]
         return cls(name, layers, tuple(made), kind == "selective")
 
-    def segment_of(self, layer: int) -> Segment | None:
-        """The segment that a layer belongs to."""
-        return next((s for s in self.segments if s.start <= layer < s.stop), None)
+    def of_layers(self) -> list[Segment | None]:
+        """The segment of every layer; None where it belongs to none."""
+        found: list[Segment | None] = [None] * self.layers
+        for s in self.segments:
+            found[s.start : s.stop] = [s] * (s.stop - s.start)
+        return found
 
     # Closed forms.
 
@@ -155,13 +161,13 @@ class Policy:
 
     def again(self) -> list[Again]:
         """Every segment's recomputation, in the order of backward."""
-        kept, passing, found = set(self.kept), set(), []
+        there, found = list(self.kept), []  # the layers whose inputs are kept
         for s in reversed(self.segments):
-            kept = {k for k in kept if k <= s.start}
-            passing = {k for k in passing if k <= s.start}
-            begins = max(k for k in kept | passing if k <= s.start)
-            passing |= {k for k in s.keeps if k > begins}
-            found.append(Again(s, begins, tuple(sorted((kept | passing) - {s.start}))))
+            while there[-1] > s.start:
+                there.pop()
+            begins = there[-1]
+            there += [k for k in s.keeps if k > begins]
+            found.append(Again(s, begins, len(there) - (begins == s.start)))
         return found
 
     @property
@@ -176,14 +182,12 @@ class Policy:
             input_bytes: of a layer's input.
             layer_bytes: that a layer keeps for its backward without checkpointing, its input included.
         """
-        covered = [range(s.start, s.stop) for s in self.segments]
-        after_forward = len(self.kept) * input_bytes + self.plain * layer_bytes
-        most = after_forward
+        most = len(self.kept) * input_bytes + self.plain * layer_bytes  # after forward
+        covered = sum(s.stop - s.start for s in self.segments)  # layers of this segment and those before
         for one in self.again():
-            start = one.segment.start
-            below = start - sum(len(c) for c in covered if c.start < start)
-            own = (one.segment.stop - start + below) * layer_bytes
-            most = max(most, own + len(one.held) * input_bytes)
+            start, stop = one.segment.start, one.segment.stop
+            covered -= stop - start
+            most = max(most, (stop - covered) * layer_bytes + one.held * input_bytes)
         return most
 
 
