@@ -144,9 +144,15 @@ def test_tiles_fill_the_memory_that_there_is_and_no_more(head_dim, element_bytes
             tiles_for(shape, sram_bytes)
         return
     tiles = tiles_for(shape, sram_bytes)
-    for size, needed in ((tiles.queries, forward_bytes), (tiles.back_queries, backward_bytes)):
-        assert needed(size, size, *rest) <= sram_bytes < needed(size + 16, size + 16, *rest)
-        assert size % 16 == 0 or needed(16, 16, *rest) > sram_bytes
+    for (queries, keys), grown, needed in (
+        ((tiles.queries, tiles.keys), (16, 0), forward_bytes),
+        ((tiles.back_queries, tiles.back_keys), (0, 16), backward_bytes),
+    ):
+        assert needed(queries, keys, *rest) <= sram_bytes < needed(queries + grown[0], keys + grown[1], *rest)
+        if needed(16, 16, *rest) <= sram_bytes:
+            assert queries % 16 == keys % 16 == 0 and min(queries, keys) == 16
+        else:
+            assert min(queries, keys) == max(n for n in range(1, 16) if needed(n, n, *rest) <= sram_bytes)
     (q, k, v), options = problem
     least = backward_bytes(1, 1, q.shape[-1], 8, 8)
     walk = FlashForward(q, k, v, options["causal"], options["documents"], sram_bytes=least + sram_bytes)
@@ -154,10 +160,14 @@ def test_tiles_fill_the_memory_that_there_is_and_no_more(head_dim, element_bytes
     assert 0 < walk.most_held_bytes <= least + sram_bytes
 
 
-def test_an_h100_gets_the_tiles_of_published_kernels():
-    """FlashAttention-2 and 3 take 128 queries at head dim 128 in bfloat16, and 64 to 80 going back."""
-    tiles = tiles_for(Shape(1, 1, 1, 8192, 8192, 128, 2, 4), H100_BLOCK_BYTES)
-    assert tiles == Tiles(128, 128, 64, 64)
+def test_what_a_gpt2_layer_moves_is_about_what_was_measured():
+    """Figure 2 of arXiv 2205.14135: forward and backward of GPT-2 medium's attention (1,024 tokens, 16 heads of 64, batch
+    64) on an A100 move 40.3 GB plain and 4.4 GB by FlashAttention. Theirs has dropout, which is in no closed form here,
+    and a cache answers part of what tiles ask for, which is counted here."""
+    gpt2 = Shape(64, 16, 16, 1024, 1024, 64, 2, 4, causal=False)
+    tiles = tiles_for(gpt2, 163 * 1024)
+    assert 0.75 * 40.3e9 < sum(map(sum, plain_traffic(gpt2))) < 40.3e9
+    assert 4.4e9 < sum(forward_traffic(gpt2, tiles)) + sum(backward_traffic(gpt2, tiles)) < 2 * 4.4e9
 
 
 # In a trace
@@ -221,8 +231,8 @@ def test_plain_attention_moves_in_a_trace_what_its_closed_form_says_and_far_more
     long = Shape(**{**SIZES, "queries": 8192, "keys": 8192, "head_dim": 128, "element_bytes": 2})
     tiles = tiles_for(long, H100_BLOCK_BYTES)
     plain, plain_back = (sum(traffic) for traffic in plain_traffic(long))
-    assert plain > 5 * sum(forward_traffic(long, tiles))
-    assert plain_back > 1.4 * sum(backward_traffic(long, tiles))  # dQ goes back and forth with every tile of keys
+    assert plain > 10 * sum(forward_traffic(long, tiles))
+    assert plain_back > 2.5 * sum(backward_traffic(long, tiles))  # dQ goes back and forth with every tile of keys
 
 
 @given(st.integers(1, 30), st.booleans(), st.booleans())

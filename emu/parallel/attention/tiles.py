@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,9 +11,9 @@ from torch import Tensor
 from emu.parallel.attention.tokens import values
 from emu.spmd import EmuError
 
-# Shared memory that one thread block of an H100 may use, of the 228 KiB that its SM has: CUDA C++ Programming Guide,
-# "Technical Specifications per Compute Capability", 9.0.
+# Shared memory that one thread block of an H100 may use, of the 228 KiB of its SM: NVIDIA Hopper Tuning Guide, Occupancy.
 H100_BLOCK_BYTES = 227 * 1024
+TENSOR_CORE = 16  # tokens
 
 
 @dataclass(frozen=True)
@@ -119,27 +119,30 @@ def backward_bytes(queries: int, keys: int, head_dim: int, element_bytes: int, s
 
 
 def tiles_for(shape: Shape, sram_bytes: int) -> Tiles:
-    """The largest square tiles that fit: multiples of 16, as tensor cores like them, or less where these do not fit.
+    """The tiles that fit and move least: those that pass by are small, so that the one that stays is large.
+
+    Queries stay going forward, and keys going back; what passes by does so once for every tile that stays. Tiles that
+    pass have 16 tokens, the least that tensor cores take, and those that stay a multiple of 16; less only where that
+    does not fit.
 
     Raises:
         EmuError: not even a tile of one query and one key fits.
     """
-    sizes = []
-    for needed in (forward_bytes, backward_bytes):
+    rest = (shape.head_dim, shape.element_bytes, shape.sum_bytes)
+    queries, keys = _stay_and_pass(lambda stays, passes: forward_bytes(stays, passes, *rest), sram_bytes, shape)
+    back_keys, back_queries = _stay_and_pass(
+        lambda stays, passes: backward_bytes(passes, stays, *rest), sram_bytes, shape
+    )
+    return Tiles(queries, keys, back_queries, back_keys)
 
-        def fits(size: int, needed=needed) -> bool:
-            return needed(size, size, shape.head_dim, shape.element_bytes, shape.sum_bytes) <= sram_bytes
 
-        if not fits(1):
-            least = needed(1, 1, shape.head_dim, shape.element_bytes, shape.sum_bytes)
-            raise EmuError(
-                f"a tile of one query and one key holds {least:,} bytes at head dim {shape.head_dim}, of {sram_bytes:,}",
-                "give more memory, or a smaller head dim",
-            )
-        size = 1
-        while fits(2 * size):
-            size *= 2
-        while fits(size + max(1, min(16, size))):
-            size += max(1, min(16, size))
-        sizes.append(size // 16 * 16 or size)
-    return Tiles(sizes[0], sizes[0], sizes[1], sizes[1])
+def _stay_and_pass(needed: Callable[[int, int], int], sram_bytes: int, shape: Shape) -> tuple[int, int]:
+    if needed(1, 1) > sram_bytes:
+        raise EmuError(
+            f"a tile of one query and one key holds {needed(1, 1):,} bytes at head dim {shape.head_dim}, of {sram_bytes:,}",
+            "give more memory, or a smaller head dim",
+        )
+    passes = next(size for size in range(TENSOR_CORE, 0, -1) if needed(size, size) <= sram_bytes)
+    each = needed(1, passes) - needed(0, passes)  # grows by as much with every token that stays
+    stays = (sram_bytes - needed(0, passes)) // each
+    return (stays // TENSOR_CORE * TENSOR_CORE if passes == TENSOR_CORE else stays), passes
