@@ -24,6 +24,10 @@ from emu.spmd import EmuError
 
 # What a product's node hangs on where none of its inputs has a gradient. It never gets one itself.
 ANCHOR = torch.empty(0, requires_grad=True)
+# Whose hooks on saved tensors keep nothing.
+CHECKPOINTS = ("torch.utils.checkpoint", "emu.parallel.checkpointing.frames")
+# Whose hooks keep them elsewhere.
+OFFLOADS = ("emu.parallel.checkpointing.offload",)
 _ANCHOR_NODE = get_gradient_edge(ANCHOR).node
 # torch.autograd.backward and grad without what these make sure of, which takes as long. Asked for when it is called, since
 # the exact tier replaces it: emu/equivalence/exact_backward.py.
@@ -191,8 +195,9 @@ _product = _base.apply
 
 
 def _inlet(x: Tensor) -> Any:
-    """Where data enters a product's own graph. A leaf holds on to its data, as the product does, unless that takes a copy."""
-    return x.requires_grad_() if x.is_contiguous() else _Inlet.apply(ANCHOR, x)
+    """Where data enters a product's own graph. A leaf holds on to its data, as the product does, unless that takes a copy or
+    the data waits elsewhere."""
+    return x.requires_grad_() if x.is_contiguous() and not _hooks_of(OFFLOADS) else _Inlet.apply(ANCHOR, x)
 
 
 class _Inlet(Function):
@@ -229,9 +234,14 @@ def _adds() -> bool:
 
 def _checkpointed() -> bool:
     """Whether a checkpoint is what would keep the tensors that are saved now."""
+    return _hooks_of(CHECKPOINTS)
+
+
+def _hooks_of(modules: Sequence[str]) -> bool:
+    """Whether what is saved now goes through hooks of one of these."""
     torchs: Any = torch._C  # whose types do not say all that it has
     hooks = torchs._autograd._top_saved_tensors_default_hooks(True)
-    return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
+    return hooks is not None and getattr(hooks[0], "__module__", "") in modules
 
 
 def _same(x: Tensor) -> Tensor:
