@@ -108,7 +108,7 @@ class Place:
 
 def put(parts: list[Tensor], seen: Block, dtype: torch.dtype) -> list[Tensor]:
     """Gradients of all keys, where those of the keys that are seen are known."""
-    if seen.k == slice(0, seen.n_keys):
+    if seen.pieces and seen.k == slice(0, seen.n_keys):
         return parts
     shapes = [(*x.shape[:2], seen.n_keys, x.shape[3]) for x in parts]
     return add([x.new_zeros(shape, dtype=dtype) for x, shape in zip(parts, shapes)], parts, seen.k)
