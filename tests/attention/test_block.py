@@ -45,6 +45,18 @@ def test_long_sequences_go_through_every_block_of_the_kernel(length, ranks):
         assert error(ours, theirs) < FLOAT64
 
 
+@given(cases(kinds=("zigzag",)))
+def test_merging_in_place_gives_the_same_bits(case):
+    q, k, v, _ = case.tensors(torch.float32)
+    holders = case.holders()
+    parts = [attend(taken(q, holders[-1]), taken(k, own), taken(v, own), pieces(holders[-1], own)) for own in holders]
+    apart = into = nothing(taken(q, holders[-1]))
+    for part in parts:
+        apart = merged(apart, part)
+        merge_into(into, part)
+    assert torch.equal(apart.out, into.out) and torch.equal(apart.lse, into.lse)
+
+
 def test_a_wrong_block_shows():
     """A piece left out, weights of a block alone in backward, or a plain sum of partial results are far off."""
     case = Case("zigzag", 24, 3, 2, None, 1, 2, 8, 3)

@@ -80,9 +80,9 @@ def test_usual_cuts_need_few_rectangles_and_no_mask(ranks, length, kind):
             assert len(found) <= 1
             if kind == "zigzag" and i != j:
                 assert not any(piece.causal for piece in found)
-        gathered = pieces(queries, tokens([Run(0, length)]))
-        assert all(piece.mask is None for piece in gathered)
-        assert len(gathered) <= 4 or kind == "striped"
+        if kind != "striped":  # whose queries, among all keys, jump at every one
+            gathered = pieces(queries, tokens([Run(0, length)]))
+            assert all(piece.mask is None for piece in gathered) and len(gathered) <= 4
 
 
 def test_the_zigzag_rectangles_are_those_of_the_papers():

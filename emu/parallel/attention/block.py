@@ -57,16 +57,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor, pieces: Sequence[Piece], scale: floa
             whole = part
         else:
             whole = nothing(q) if whole is None else whole
-            _merge_into(Partial(whole.out[at], whole.lse[at]), part)
+            merge_into(Partial(whole.out[at], whole.lse[at]), part)
     return nothing(q) if whole is None else whole
 
 
 def nothing(q: Tensor) -> Partial:
     """The partial result of queries that have met no key: merged with another, it gives that."""
     batch, heads, queries, head_dim = q.shape
-    out = torch.zeros(batch, queries, heads, head_dim, dtype=_dtype(q), device=q.device).transpose(
-        1, 2
-    )  # as kernels do
+    out = torch.zeros(batch, queries, heads, head_dim, dtype=_dtype(q), device=q.device).transpose(1, 2)  # as kernels
     return Partial(out, torch.full(q.shape[:-1], -math.inf, dtype=out.dtype, device=q.device))
 
 
@@ -76,11 +74,14 @@ def merged(a: Partial, b: Partial) -> Partial:
     return Partial((a.out * weight_a).addcmul_(b.out, weight_b), lse)
 
 
-def _merge_into(a: Partial, b: Partial) -> None:
-    """merged(), written over the first."""
+def merge_into(a: Partial, b: Partial) -> None:
+    """merged(), written over the first, to the same bits."""
     lse, weight_a, weight_b = _weights(a, b)
     a.out.mul_(weight_a).addcmul_(b.out, weight_b)
     a.lse.copy_(lse)
+
+
+_merge_into = merge_into
 
 
 def _weights(a: Partial, b: Partial) -> tuple[Tensor, Tensor, Tensor]:
