@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from emu.equivalence.exact import ExactMode
-from emu.parallel.attention.block import Partial, attend, backward, merged
+from emu.parallel.attention.block import Partial, attend, backward, merge_into, merged, nothing
 from emu.parallel.attention.pieces import pieces
 from emu.parallel.attention.tokens import Run, tokens
 
