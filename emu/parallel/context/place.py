@@ -91,7 +91,9 @@ class Place:
         name = f"ring_{name}" if self.group.size > 1 and self.cut.kind != "all-gather" else name
         with self.rank.kernel(name, flops=a_pair * pairs * q.shape[1] * q.shape[3]):
             yield
-            q.new_zeros(0)  # its last result says in which dtype a kernel computes: tensor cores, in that of the queries
+            q.new_zeros(
+                0
+            )  # its last result says in which dtype a kernel computes: tensor cores, in that of the queries
 
     def _read(self, x: Tensor) -> Tensor:
         """Heads of keys or values, again for every query head that reads them, where these are not equally many."""

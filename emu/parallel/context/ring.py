@@ -40,6 +40,7 @@ def forward(here: Place, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Kept]
         whole = here.attend(q, k, v, here.cut.block(me, (me - step) % ranks), whole)
         if arriving is not None:
             k, v = arriving.wait()
+            del arriving  # which holds on to what was sent
     whole = block.nothing(q) if whole is None else whole
     out = whole.out.to(q.dtype)
     return out, Kept(q, *mine, out.detach(), whole.lse)
@@ -60,17 +61,21 @@ def backward(here: Place, grad: Tensor, kept: Kept) -> Gradients:
         return Gradients(dq, *put(here.backward(grad, kept, k, v, seen, dq), seen, dq.dtype))
     first, last = (cut.half_block(me, half) for half in (0, 1))
     going: Work | None = None
-    arriving = _pass_on(here, [k, v], 0, "keys and values")
+    arriving: Work | None = _pass_on(here, [k, v], 0, "keys and values")
     of_last = here.backward(grad, kept, k, v, last, dq)
     for step in range(1, ranks):
+        assert arriving is not None
         k, v = arriving.wait()
+        arriving = None  # it held on to what was sent
         if step < ranks - 1:
             arriving = _pass_on(here, [k, v], step, "keys and values")
         seen = cut.block(me, (me - step) % ranks)
         more = here.backward(grad, kept, k, v, seen, dq)
         sums = put(more, seen, dq.dtype) if going is None else add(going.wait(), more, seen.k)
+        going = None
         going = _pass_on(here, sums, step, "gradients of keys and values")
         del more, sums
+    del k, v
     of_first = here.backward(grad, kept, kept.k, kept.v, first, dq)
     assert going is not None
     sums = going.wait()
