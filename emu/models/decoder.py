@@ -177,7 +177,7 @@ class Decoder(nn.Module):
             moe = getattr(block, "moe", None)
             if moe is None or moe.balance_loss is None:
                 continue
-            each, moe.balance_loss = moe.balance_loss, None  # [batch]; it holds on to its forward's graph
+            each, moe.balance_loss = moe.balance_loss, None  # [batch], [1]; it holds on to its forward's graph
             # One term a label, as of the cross-entropy, so that parts of a sequence add up as parts of a batch do.
             part = ((each * self.config.balance).unsqueeze(-1) * counted).sum()
             total = part if total is None else total + part  # layer by layer, so that layers may lie apart

@@ -88,7 +88,7 @@ class MoE(nn.Module):
     Names: router, experts, shared (None if there is none), balance, capacity.
 
     Attributes:
-        balance_loss: [batch], what balance said of the last forward; None before, if its coefficient is 0, and once
+        balance_loss: [batch] or [1], what balance said of the last forward; None before, if its coefficient is 0, and once
             Decoder.loss_sum has added it up.
     """
 

@@ -77,29 +77,25 @@ class Balance(nn.Module):
         self.coefficient = coefficient
 
     def forward(self, probabilities: Tensor, experts: Tensor) -> Tensor:
-        """probabilities: [batch, seq, experts]; experts: [batch, seq, k] int64. Returns [batch].
-
-        Over a batch, it is the same number for every sequence.
-        """
+        """probabilities: [batch, seq, experts]; experts: [batch, seq, k] int64. Returns [batch], or [1] over a batch."""
         choices, mass, tokens = self.totals(probabilities, experts)
-        rows, n_experts = mass.shape
-        if self.over == "batch":
-            choices, mass = choices.sum(0, keepdim=True), mass.sum(0, keepdim=True)
-            tokens = tokens * rows
-        used = choices.to(mass.dtype) * (n_experts / max(1, experts.shape[-1] * tokens))  # f
-        loss = (used * mass).sum(-1).div(max(1, tokens))
-        return loss[0].expand(rows) if self.over == "batch" else loss
+        used = choices.to(mass.dtype) * (mass.shape[1] / max(1, experts.shape[-1] * tokens))  # f
+        return (used * mass).sum(-1).div(max(1, tokens))
 
     def totals(self, probabilities: Tensor, experts: Tensor) -> tuple[Tensor, Tensor, int]:
-        """What is summed over the tokens of each sequence: choices and probabilities of every expert, and 1.
+        """What is summed over the tokens of each sequence, or of the batch: choices and probabilities of every expert, and 1.
 
         Returns:
-            [batch, experts] int64, [batch, experts], and the number of tokens of a sequence.
+            [batch or 1, experts] int64, [batch or 1, experts], and the number of tokens.
         """
+        if self.over == "batch":  # all tokens are one sequence
+            probabilities, experts = probabilities.flatten(0, 1)[None], experts.flatten(0, 1)[None]
         batch, seq, n_experts = probabilities.shape
         chosen = experts.flatten(1)  # [batch, seq * k]
         choices = chosen.new_zeros(batch, n_experts).scatter_add_(1, chosen, torch.ones_like(chosen))
-        return choices, probabilities.sum(1), seq
+        # Over a batch every probability is a term of its own, so that sums over parts add up.
+        mass = probabilities[0].sum(0, keepdim=True) if self.over == "batch" else probabilities.sum(1)
+        return choices, mass, seq
 
 
 class Capacity(nn.Module):

@@ -46,6 +46,8 @@ def plans(draw):
         "sp": axes["tp"] > 1 and draw(st.booleans()),
         "ep": cp if config.experts and draw(st.booleans()) and config.experts % cp == 0 else 1,
         "schedule": draw(st.sampled_from(["1f1b", "gpipe", "zb-h1"])) if axes["pp"] > 1 else "1f1b",
+        "checkpoint": draw(st.sampled_from(["none", "full", "selective"])),
+        "offload": draw(st.booleans()),
         "microbatches": draw(st.integers(1, 2)) if config.balance_over == "sequence" else 1,
         "global_batch": draw(st.integers(1, 3)),
         "seq": seq,
@@ -75,6 +77,14 @@ def test_many_plans_that_cut_sequences_compute_what_one_device_computes(plan):
 
 
 SMALL = Config(1, 8, 4, 2, ffn=8, vocab=11, seq=9, positions="rotary", norm="rms")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("checkpoint", ["none", "full"])
+def test_what_travels_to_the_host_and_back_stays_exact(kind, checkpoint):
+    """Marks of the exact tier travel with what attention kept: without them it would be rounded on its way back in."""
+    options = {"context": kind, "offload": True, "checkpoint": checkpoint, "global_batch": 2, "seq": 7}
+    assert verified({"cp": 2}, SMALL, options).equivalent
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -66,16 +66,19 @@ class Luggage:
 class Ticket:
     """In the place of one saved tensor. It dies with the graph that saved it."""
 
-    __slots__ = ("_dtype", "_look", "_version", "luggage", "opened", "where")
+    __slots__ = ("_dtype", "_look", "_marks", "_version", "luggage", "opened", "where")
 
     def __init__(self, x: Tensor, luggage: Luggage, where: str, opened: Callable[[], None]) -> None:
         self.luggage, self.where, self.opened = luggage, where, opened
         self._look, self._dtype, self._version = (x.shape, x.stride(), x.storage_offset()), x.dtype, x._version
+        self._marks = dict(vars(x))  # whatever hangs on the tensor: the exact tier's marks
 
     def tensor(self) -> Tensor:
         flat = self.luggage.values(self._version, self.where)
         with torch._C._DisableTorchDispatch():
-            return (flat if flat.dtype == self._dtype else flat.view(self._dtype)).as_strided(*self._look)
+            x = (flat if flat.dtype == self._dtype else flat.view(self._dtype)).as_strided(*self._look)
+        vars(x).update(self._marks)
+        return x
 
 
 class Seat:

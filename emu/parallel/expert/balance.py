@@ -28,7 +28,7 @@ def become_shared_balance(
 
     Args:
         module: with `over` ("sequence" or "batch") and totals(probabilities [batch, seq, experts], experts [batch, seq, k]),
-            which gives choices [batch, experts] int64, summed probabilities [batch, experts], and tokens.
+            which gives choices [batch or 1, experts] int64, summed probabilities alike, and tokens.
         group: whose ranks hold parts of each sequence, and compute the same loss.
         data: whose ranks hold other tokens of the batch, and add their losses up.
         context: whose ranks, among those, hold other tokens of the same sequences.
@@ -79,23 +79,19 @@ class SharedBalance(nn.Module):
     over: str
 
     def forward(self, probabilities: Tensor, experts: Tensor) -> Tensor:
-        """probabilities: [batch, seq / ranks, experts]; experts: [batch, seq / ranks, k]. Returns [batch], alike on all."""
+        """probabilities: [batch, seq / ranks, experts]; experts: [batch, seq / ranks, k]. Returns what the plain one does."""
         choices, mass, _ = self.totals(probabilities, experts)  # of this rank's tokens
-        rows, n_experts = mass.shape
         if self.sequence.size > 1:
             choices = self.sequence.all_reduce(choices, name="balance choices")
             mass = reduce_from(mass, self.sequence, name="balance probabilities")
-        if self.over == "batch":  # only now: sequences are whole
-            choices, mass = choices.sum(0, keepdim=True), mass.sum(0, keepdim=True)
         others = self.others
         if others is not None and others.size > 1:
             choices = others.all_reduce(choices, name="balance choices")
             mass = copy_to(reduce_from(mass, others, name="balance probabilities"), others, name="balance gradients")
         total = choices.sum(-1, keepdim=True).clamp(min=1)  # k choices a token: nobody needs to know how many tokens
-        used = choices.to(mass.dtype) * (n_experts / total.to(mass.dtype))
+        used = choices.to(mass.dtype) * (mass.shape[1] / total.to(mass.dtype))
         tokens = total[:, 0].div(experts.shape[-1], rounding_mode="floor").clamp(min=1)
-        loss = (used * mass).sum(-1).div(tokens.to(mass.dtype))
-        return loss[0].expand(rows) if self.over == "batch" else loss
+        return (used * mass).sum(-1).div(tokens.to(mass.dtype))
 
 
 class SharedCapacity(nn.Module):
