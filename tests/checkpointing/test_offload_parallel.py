@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import emu
+import emu.parallel.checkpointing.offload as offload
 import emu.spmd.host as host
 from emu.models import GPT, Config
 from emu.parallel import DataParallel, Pipeline, shard_model
@@ -20,7 +21,7 @@ from emu.spmd import EmuError
 from emu.trace.compare import first_difference
 from emu.trace.events import HostCopy
 
-from .layers import copied
+from .layers import copied, on_link
 
 CONFIG = Config(layers=4, width=16, heads=4, kv_heads=2, vocab=31, seq=12, dropout=0.1, positions="rotary", norm="rms")
 
@@ -129,6 +130,17 @@ def _stretched(x):
 @pytest.mark.parametrize("name", ["zero 3", "zb-h1"])
 def test_shape_runs_leave_the_same_record(name):
     assert first_difference(run(CASES[name], None, {}).trace, run(CASES[name], None, {}, backend="shape").trace) is None
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1"])
+def test_pipelines_take_no_longer_where_the_link_keeps_up(name, monkeypatch):
+    """Their last layer's activations come back while they wait for the gradient."""
+    there = on_link(1e10)
+    plain_s = run(CASES[name], None, None).timeline(on=there).step_time_s
+    assert run(CASES[name], None, {}).timeline(on=there).step_time_s == pytest.approx(plain_s, rel=1e-9)
+    if name == "gpipe":  # the negative control: fetched when its backward begins, it is waited for
+        monkeypatch.setattr(offload.Visit, "comes", lambda visit: None)
+        assert run(CASES[name], None, {}).timeline(on=there).step_time_s > plain_s * 1.001
 
 
 def test_checkpointed_layers_send_their_inputs_and_nothing_else():

@@ -67,7 +67,7 @@ def offloaded(
             raise EmuError(f"{name} is offloaded already", "offload a model once; change a plain copy of it")
         if "of" in vars(layer) and "stage" in vars(layer):
             raise EmuError(f"{name} lies on a stage of a pipeline", "offload the model before Pipeline takes it over")
-    offload = Offload(rank, ahead, least_bytes)
+    offload = vars(model)["_offloads"] = Offload(rank, ahead, least_bytes)
     for place, (name, layer) in enumerate(chain):
         made: Any = layer
         made.__class__ = _offloading(type(layer))
@@ -135,6 +135,11 @@ class Visit:
             copy.wait()
         self.copies = []
 
+    def comes(self) -> None:
+        """Its backward is the next: it is fetched while the device waits for the gradient."""
+        if not self.entered:
+            self.offload.fetch(self, self.offload.ahead)
+
     def enter(self) -> None:
         """Its backward begins: the first of its saved tensors is asked for."""
         if not self.entered:
@@ -166,8 +171,8 @@ class Offload:
     def __init__(self, rank: Rank, ahead: int, least_bytes: int) -> None:
         self.rank, self.ahead, self.least_bytes = rank, ahead, least_bytes
         self.registry = Registry()
+        self.last: Visit | None = None  # the last call that is over
         self._now: Visit | None = None  # the call under way
-        self._last: Visit | None = None  # the one before it
         self._ready: list[Visit] = []  # calls that are over, whose tensors have not set out
         self._leaving: list[Visit] = []  # whose tensors have set out, and are on the device, too
 
@@ -178,14 +183,14 @@ class Offload:
         if not torch.is_grad_enabled() or _within_a_checkpoint(at[2]):
             return run(*args, **kwargs)
         _, place, name, goes = at
-        last = self._last
+        last = self.last
         visit = Visit(self, place, name, goes, last if last is not None and last.place == place - 1 else None)
         outer, self._now = self._now, visit
         try:
             with visit.begin(layer, args, kwargs):
                 out = run(*args, **kwargs)
         finally:
-            self._now, self._last = outer, visit
+            self._now, self.last = outer, visit
             visit.end()
         if visit.kept:
             while len(self._leaving) >= self.ahead:
@@ -216,10 +221,13 @@ class Offload:
             self._leaving.remove(visit)
             visit.stay()
         visit.fetch()
-        coming, before = 0, visit.before
-        while before is not None and coming < self.ahead:
-            coming += before.fetch()
-            before = before.before
+        self.fetch(visit.before, self.ahead)
+
+    def fetch(self, visit: Visit | None, most: int) -> None:
+        """Starts to bring back what so many layers kept, from one on towards the first."""
+        while visit is not None and most:
+            most -= visit.fetch()
+            visit = visit.before
 
     def __deepcopy__(self, memo: Any) -> Offload:
         made = memo[id(self)] = Offload(self.rank, self.ahead, self.least_bytes)

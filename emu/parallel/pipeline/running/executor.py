@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
+from emu.parallel.checkpointing.offload import Offload, Visit
 from emu.parallel.pipeline import actions as a
 from emu.parallel.pipeline.actions import Action
 from emu.parallel.pipeline.running.form import Form
@@ -45,6 +46,7 @@ class Kept(NamedTuple):
         loss: the same of its part of the loss.
         one: the gradient of that.
         split: what takes its backward apart, where the schedule does.
+        last: its last layer, if what layers keep waits in the host's memory; see checkpointing/offload.py.
     """
 
     incoming: Tensor | None
@@ -52,6 +54,7 @@ class Kept(NamedTuple):
     loss: GradientEdge | None
     one: Tensor | None
     split: Split | None
+    last: Visit | None = None
 
 
 class Execution:
@@ -179,6 +182,8 @@ class Execution:
         incoming, form = self._incoming(stage, microbatch)
         given = (stage, incoming, form, *self.microbatches[microbatch])
         split = Split() if self.splits else None
+        offload: Offload | None = vars(self.stages.model).get("_offloads")
+        before = offload.last if offload is not None else None
         with self.context.forward():
             if split is not None:
                 with split:
@@ -195,7 +200,8 @@ class Execution:
             edge = get_gradient_edge if split is None else split.edge
             out, own = (edge(t) if t is not None and t.requires_grad else None for t in (output, loss))
             one = torch.ones_like(loss, requires_grad=False) if own is not None and loss is not None else None
-            self._kept[stage, microbatch] = Kept(incoming, out, own, one, split)
+            last = offload.last if offload is not None and offload.last is not before else None
+            self._kept[stage, microbatch] = Kept(incoming, out, own, one, split, last)
 
     def _through(
         self, given: tuple[int, Tensor | None, Form | None, Tensor, Tensor]
@@ -207,6 +213,8 @@ class Execution:
 
     def _roots(self, stage: int, microbatch: int, kept: Kept) -> tuple[list[GradientEdge], list[Tensor]]:
         """Where a backward starts, and with which gradients."""
+        if kept.last is not None:
+            kept.last.comes()
         found: list[tuple[GradientEdge, Tensor]] = []
         if kept.loss is not None and kept.one is not None:
             found.append((kept.loss, kept.one if self.factor == 1.0 else kept.one * self.factor))
