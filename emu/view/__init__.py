@@ -1,7 +1,9 @@
 """Pictures, tables and reports of a run. matplotlib and rich are imported when something draws, not before."""
 
 from emu.view.activations import activations_figure
+from emu.view.attended_work import attended_work_figure
 from emu.view.batch_size import batch_size_figure
+from emu.view.context import ring_figure
 from emu.view.losses import loss_figure
 from emu.view.memory import memory_figure
 from emu.view.memory_bars import memory_bars_figure
@@ -22,6 +24,7 @@ __all__ = [
     "Text",
     "activations_figure",
     "attach",
+    "attended_work_figure",
     "batch_size_figure",
     "comparison_table",
     "loss_figure",
@@ -33,6 +36,7 @@ __all__ = [
     "png_bytes",
     "png_data_uri",
     "report_html",
+    "ring_figure",
     "routing_figure",
     "run_schedule_figure",
     "schedule_figure",
