@@ -106,7 +106,7 @@ def _tiles(seen: np.ndarray) -> list[Piece]:
 
 def _tile(q0: int, q1: int, k0: int, k1: int, causal: bool) -> Piece:
     pairs = causal_pairs(q1 - q0, k1 - k0) if causal else (q1 - q0) * (k1 - k0)
-    return Piece(slice(q0, q1), slice(k0, k1), causal and k1 - k0 > 1, None, pairs)
+    return Piece(slice(q0, q1), slice(k0, k1), causal, None, pairs)
 
 
 def _strips(queries: Tokens, keys: Tokens, summed: bool) -> list[Piece]:
