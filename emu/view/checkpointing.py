@@ -158,15 +158,19 @@ def _edge(axes: Axes, costs: Sequence[Cost], unit_bytes: float) -> None:
 
 
 def _name_alike(axes: Axes, layers: Sequence[int], curves: Mapping[str, Sequence[float]]) -> None:
-    """Of curves that hide each other, a note at the end of all names."""
+    """Of curves that hide each other, a note of all their names."""
     alike: dict[tuple[float, ...], list[str]] = {}
     for name, values in curves.items():
         alike.setdefault(tuple(values), []).append(name)
     for values, names in alike.items():
         if len(names) > 1 and any(values):
-            note = ", ".join(names)
+            middle = len(layers) // 2
             axes.annotate(
-                note, (layers[-1], values[-1]), xytext=(0, -14), textcoords="offset points", ha="right", fontsize=8.5
+                ", ".join(names),
+                (layers[middle], values[middle]),
+                xytext=(8, -13),
+                textcoords="offset points",
+                fontsize=8.5,
             )
 
 
