@@ -70,12 +70,12 @@ def test_scale_and_rows_of_zero_width(kind):
 
 
 def _wrong(monkeypatch, what):
-    merge, back = block._merge_into, block.backward
+    merge, back = block.merge_into, block.backward
     if what == "the last block wins":
-        monkeypatch.setattr(block, "_merge_into", lambda a, b: (a.out.copy_(b.out), a.lse.copy_(b.lse)))
+        monkeypatch.setattr(block, "merge_into", lambda a, b: (a.out.copy_(b.out), a.lse.copy_(b.lse)))
     elif what == "partial results are added":
         monkeypatch.setattr(
-            block, "_merge_into", lambda a, b: (merge(block.Partial(a.out.clone(), a.lse), b), a.out.add_(b.out))
+            block, "merge_into", lambda a, b: (merge(block.Partial(a.out.clone(), a.lse), b), a.out.add_(b.out))
         )
     elif what == "a block's own statistics go back":
         monkeypatch.setattr(
@@ -167,14 +167,14 @@ def test_errors_in_bfloat16_do_not_grow_with_ranks(kind):
 
 def test_partial_results_in_bfloat16_would_be_seen(monkeypatch):
     """Negative control: rounded at every merge, the error grows with ranks."""
-    merge = block._merge_into
+    merge = block.merge_into
 
     def rounding(a, b):
         merge(a, b)
         a.out.copy_(a.out.bfloat16())
         a.lse.copy_(a.lse.bfloat16())
 
-    monkeypatch.setattr(block, "_merge_into", rounding)
+    monkeypatch.setattr(block, "merge_into", rounding)
     two, eight = _median_error("zigzag", 2), _median_error("zigzag", 8)
     assert eight[0] > 1.1 * two[0]
 

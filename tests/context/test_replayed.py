@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from emu.parallel.attention.block import Partial, _merge_into, attend, backward, nothing
+from emu.parallel.attention.block import Partial, attend, backward, merge_into, nothing
 from emu.parallel.attention.pieces import pieces
 from emu.parallel.attention.tokens import Run, tokens
 
@@ -25,7 +25,7 @@ def attend_to(whole, q, k, v, seen):
     part = attend(taken(q, seen.q), taken(k, seen.k), taken(v, seen.k), seen.pieces)
     if whole is None:
         return part
-    _merge_into(Partial(*(taken(x, seen.q) for x in whole)), part)
+    merge_into(Partial(*(taken(x, seen.q) for x in whole)), part)
     return whole
 
 

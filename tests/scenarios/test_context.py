@@ -10,7 +10,7 @@ import torch
 
 import emu
 from emu.models.rotary import rotate, rotation
-from emu.parallel.context import attention, cut, make_cut, place
+from emu.parallel.context import attention, cut, holding, make_cut, place
 
 SAME = 1e-9  # float64 against float64, in another order of sums: far above rounding, far below the faults (1e-2)
 KINDS = ("ring", "zigzag", "striped", "all-gather", "ulysses", "usp")
@@ -148,8 +148,8 @@ def test_hardly_any_tokens_on_four_ranks(kind, length):
 
 
 def wrong_pieces(monkeypatch, change):
-    around = cut._around
-    monkeypatch.setattr(cut, "_around", lambda found, *rest: around([change(piece) for piece in found], *rest))
+    around = cut.around
+    monkeypatch.setattr(cut, "around", lambda found, *rest: around([change(piece) for piece in found], *rest))
     cut._plain.cache_clear()  # of what was worked out rightly
 
 
@@ -287,7 +287,7 @@ def faulty(monkeypatch, fault):
     def positions(documents, ranks):
         return [np.array([some], np.int64) for some in fault(documents, ranks)]
 
-    monkeypatch.setattr(cut, "zigzag_of_documents", positions)
+    monkeypatch.setattr(holding, "zigzag_of_documents", positions)
 
 
 def test_the_report_s_order():

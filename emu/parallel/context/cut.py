@@ -6,33 +6,21 @@ What a rank computes, sends and is sent follows from it: `Cut.tokens`, `Cut.bloc
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from math import isqrt
-from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
-from emu.parallel.attention.pieces import Piece, pieces
-from emu.parallel.attention.tokens import Run, Tokens, tokens, tokens_by_row
-from emu.parallel.context.dealing import within, zigzag, zigzag_of_documents
+from emu.parallel.attention.pieces import pieces
+from emu.parallel.attention.tokens import Run, Tokens, tokens
+from emu.parallel.context.dealing import within
+from emu.parallel.context.holding import KINDS, held, neighbours, parts_of
+from emu.parallel.context.rectangle import Block, around
 from emu.spmd import EmuError, PlanError
 from emu.spmd.layout import split_sizes
 
-KINDS = ("ring", "zigzag", "striped", "all-gather", "ulysses", "usp")
-
-
-class Block(NamedTuple):
-    """Where some queries see some keys: the smallest rectangle that has all of it, and the pieces that it consists of.
-
-    Pieces are in local indices of the rectangle. Where nothing is seen there are none.
-    """
-
-    q: slice
-    k: slice
-    pieces: list[Piece]
-    n_keys: int  # of all keys, in the rectangle or not
+__all__ = ["KINDS", "Block", "Cut", "make_cut"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,10 +77,10 @@ class Cut:
                 mine = self.tokens(i)
                 if of == "half":
                     sizes = split_sizes(len(mine), 2)
-                    found = _around(pieces(mine, _parts(mine, sizes)[j]), len(mine), j * sizes[0])
+                    found = around(pieces(mine, parts_of(mine, sizes)[j]), len(mine), j * sizes[0])
                 else:
                     keys = self.tokens(j) if of == "rank" else tokens([Run(0, self.length)], self.documents)
-                    found = _around(pieces(mine, keys), len(keys), 0)
+                    found = around(pieces(mine, keys), len(keys), 0)
             self._blocks[of, i, j] = found
         return found
 
@@ -239,7 +227,7 @@ def make_cut(kind: str, length: int, ranks: int, documents: Tensor | None = None
         )
     if ranks < 1 or length < 0:
         raise EmuError(f"{length} tokens cannot be cut over {ranks} ranks", "give a length and at least one rank")
-    group = _ulysses(kind, ranks, ulysses)
+    group = neighbours(kind, ranks, ulysses)
     if documents is None:
         return _plain(kind, length, ranks, group)
     if documents.is_meta or documents.dim() != 2 or documents.shape[1] != length or documents.is_floating_point():
@@ -261,83 +249,9 @@ def _plain(kind: str, length: int, ranks: int, ulysses: int) -> Cut:
 def _cut(kind: str, length: int, ranks: int, ulysses: int, documents: Tensor | None) -> Cut:
     if kind in ("ulysses", "usp"):
         ring = _cut("zigzag" if kind == "usp" else "ring", length, ranks // ulysses, 1, documents)
-        parts = [part for t in ring._tokens for part in _parts(t, split_sizes(len(t), ulysses))]
+        parts = [part for t in ring._tokens for part in parts_of(t, split_sizes(len(t), ulysses))]
         return Cut(kind, ranks, length, documents, ulysses, ring, tuple(parts))
-    if kind == "striped":
-        found = [tokens([Run(i, length, ranks)], documents) for i in range(ranks)]
-    elif kind == "ring":
-        sizes = split_sizes(length, ranks)
-        found = [tokens([Run(sum(sizes[:i]), sum(sizes[: i + 1]))], documents) for i in range(ranks)]
-    elif documents is None:
-        found = [tokens(_joined_runs(ranges)) for ranges in zigzag(length, ranks)]
-    else:
-        rows = zigzag_of_documents(documents.numpy(), ranks)
-        found = [tokens_by_row(places, documents) for places in rows]
-    return Cut(kind, ranks, length, documents, 1, None, tuple(found))  # type: ignore[arg-type]
-
-
-def _ulysses(kind: str, ranks: int, asked: int | None) -> int:
-    """How many neighbours exchange heads."""
-    if kind != "usp":
-        alone = ranks if kind == "ulysses" else 1
-        return alone if asked in (None, alone) else _misfit(kind, ranks, asked, alone)
-    fits = [n for n in range(1, ranks + 1) if ranks % n == 0]
-    usual = max(n for n in fits if n <= isqrt(ranks))
-    if asked is None:
-        return usual
-    return asked if asked in fits else _misfit(kind, ranks, asked, min(fits, key=lambda n: abs(n - asked)))
-
-
-def _misfit(kind: str, ranks: int, asked: int | None, nearest: int) -> NoReturn:
-    raise PlanError(
-        f"context={kind!r} over {ranks} ranks cannot exchange heads among {asked!r} of them",
-        f"say ulysses={nearest}" + (", or another divisor of the ranks" if kind == "usp" else ", or use context='usp'"),
-        field="context",
-        value=asked,
-        nearest=nearest,
-    )
-
-
-def _joined_runs(ranges: Sequence[tuple[int, int]]) -> list[Run]:
-    """As few runs as can be."""
-    out: list[Run] = []
-    for start, stop in sorted(pair for pair in ranges if pair[0] < pair[1]):
-        if out and out[-1].stop == start:
-            start = out.pop().start
-        out.append(Run(start, stop))
-    return out
-
-
-def _around(found: Sequence[Piece], n_keys: int, first: int) -> Block:
-    """The rectangle around some pieces, whose keys are counted from the `first` one on."""
-    if not found:
-        return Block(slice(0, 0), slice(0, 0), [], n_keys)
-    q0, q1 = min(piece.q.start for piece in found), max(piece.q.stop for piece in found)
-    k0, k1 = min(piece.k.start for piece in found), max(piece.k.stop for piece in found)
-    shifted = [replace(piece, q=_moved(piece.q, q0), k=_moved(piece.k, k0)) for piece in found]
-    return Block(slice(q0, q1), slice(first + k0, first + k1), shifted, n_keys)
-
-
-def _moved(s: slice, by: int) -> slice:
-    return slice(s.start - by, s.stop - by)
-
-
-def _parts(t: Tokens, sizes: Sequence[int]) -> list[Tokens]:
-    """Tokens cut into contiguous parts of their own order."""
-    out: list[Tokens] = []
-    start = 0
-    for size in sizes:
-        runs, at = [], 0
-        for run in t.runs or ():
-            low, high = max(start - at, 0), min(start + size - at, len(run))
-            if low < high:
-                runs.append(Run(run.start + low * run.step, run.start + (high - 1) * run.step + 1, run.step))
-            at += len(run)
-        some = slice(start, start + size)
-        documents = None if t.documents is None else t.documents[:, some]
-        out.append(Tokens(None if t.runs is None else tuple(runs), t.positions[..., some], documents))
-        start += size
-    return out
+    return Cut(kind, ranks, length, documents, _tokens=tuple(held(kind, length, ranks, documents)))
 
 
 def _index(positions: Tensor, x: Tensor, dim: int) -> Tensor:

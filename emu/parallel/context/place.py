@@ -66,7 +66,7 @@ class Place:
             part = block.attend(some(q, seen.q), k, v, seen.pieces, self.scale)
             if so_far is None:
                 return part
-            block._merge_into(Partial(some(so_far.out, seen.q), some(so_far.lse, seen.q)), part)
+            block.merge_into(Partial(some(so_far.out, seen.q), some(so_far.lse, seen.q)), part)
             return so_far
 
     def backward(self, grad: Tensor, kept: Kept, k: Tensor, v: Tensor, seen: Block, dq: Tensor) -> list[Tensor]:
