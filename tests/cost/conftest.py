@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from emu.hardware import Chip, Cluster, Host, Link, Node
+from emu.hardware import Chip, Cluster, Host, HostLink, Link, Node
 from emu.trace.events import Collective, EventRecord, EventWait, HostWait, Kernel, Transfer, Wait
 
 ALPHA_S, RATE = 1e-3, 1e9  # latency of a step and bytes/s of the toy's links; ten times worse between nodes
@@ -27,7 +27,8 @@ def toy_cluster(nodes: int = 1, per_node: int = 8, launch_s: float = 0.0, rate: 
     inside = Link("inside", rate, 1.0, alpha_s, 0.0, alpha_s)
     outside = Link("outside", rate / 10, 1.0, alpha_s * 10, 0.0, alpha_s * 10)
     host = Host(launch_s=launch_s, compiled_launch_s=launch_s / 2, graph_launch_s=launch_s)
-    return Cluster("toy", chip, Node(per_node, inside), nodes, outside, host)
+    node = Node(per_node, inside, host_link=HostLink("host", rate, 1.0, alpha_s))
+    return Cluster("toy", chip, node, nodes, outside, host)
 
 
 def kernel(seconds: float, stream: str = "default", **fields) -> Kernel:

@@ -79,10 +79,11 @@ def test_a_copy_is_launched_by_the_host_as_a_kernel_is(linked):
     )
 
 
-def test_without_a_figure_for_the_link_nothing_is_made_up(toy):
+def test_without_a_figure_for_the_link_nothing_is_made_up(toy, linked):
+    there = replace(linked, node=replace(linked.node, host_link=None))
     with pytest.raises(PricingError, match=r"toy has no figure for the link to the host.*\n.*node\.host_link"):
-        price(Trace({"dp": 1}, {0: [copy("to_host", 0.5)]}), toy.cluster())
-    price(Trace({"dp": 1}, {0: [toy.kernel(0.5)]}), toy.cluster())  # who copies nothing needs none
+        price(Trace({"dp": 1}, {0: [copy("to_host", 0.5)]}), there)
+    price(Trace({"dp": 1}, {0: [toy.kernel(0.5)]}), there)  # who copies nothing needs none
 
 
 def test_metrics_tell_copied_bytes_hidden_and_exposed_time_and_host_memory(toy, linked):

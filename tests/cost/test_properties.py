@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from emu.cost import price
-from emu.trace.events import Collective, EventRecord, EventWait, HostWait, Kernel, Transfer, Wait
+from emu.trace.events import Collective, EventRecord, EventWait, HostCopy, HostWait, Kernel, Transfer, Wait
 from emu.trace.trace import Trace
 
 STREAMS = ("default", "side")
@@ -26,10 +26,15 @@ def traces(draw, ranks: int = 3):
         for r in range(ranks):
             for _ in range(draw(st.integers(0, 3))):
                 stream = draw(st.sampled_from(STREAMS))
-                what = draw(st.sampled_from(("kernel", "kernel", "wait", "record", "event_wait", "host")))
+                what = draw(st.sampled_from(("kernel", "kernel", "copy", "wait", "record", "event_wait", "host")))
                 if what == "kernel":
                     flops = round(draw(seconds) * 1e12)
                     events[r].append(Kernel("k", "", "forward", flops, 0, "float32", (), stream))
+                elif what == "copy":
+                    size, on = draw(st.integers(0, 10**8)), draw(st.sampled_from((stream, "d2h")))
+                    events[r].append(
+                        HostCopy(draw(st.sampled_from(("to_host", "from_host"))), 1, size, "float32", on, "")
+                    )
                 elif what == "wait" and open_works[r]:
                     events[r].append(Wait(draw(st.sampled_from(open_works[r])), stream))
                 elif what == "record":
@@ -74,10 +79,13 @@ def relaxed(trace: Trace, toy, cluster) -> float:
             base: dict = {}
             for i, event in enumerate(trace[r]):
                 kind = type(event)
-                if kind in (Kernel, Collective, Transfer):
+                if kind in (Kernel, HostCopy, Collective, Transfer):
                     host += launch_s
                 if kind is Kernel:
                     tails[event.stream] = max(host, tails.get(event.stream, 0.0)) + event.flops / 1e12
+                elif kind is HostCopy:
+                    seconds = toy.alpha_s + event.bytes / toy.rate
+                    tails[event.stream] = max(host, tails.get(event.stream, 0.0)) + seconds
                 elif kind in (Collective, Transfer):
                     first = together[r].get(i, i)
                     if first == i:
