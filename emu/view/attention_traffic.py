@@ -101,8 +101,9 @@ def _by_length(axes: Axes, shape: Shape, lengths: Sequence[int], chip: Chip) -> 
             textcoords="offset points", fontsize=8, color=FAINT_INK,
         )  # fmt: skip
     for n, most, least in ((lengths[0], plain[0], flash[0]), (lengths[-1], plain[-1], flash[-1])):
+        below, side = (-7, "left") if n == lengths[0] else (-22, "right")
         axes.annotate(
-            f"{most / least:.2g} x less", (n, least), xytext=(0, -7 if n == lengths[0] else -22), va="top", ha="left" if n == lengths[0] else "right",
+            f"{most / least:.2g} x less", (n, least), xytext=(0, below), va="top", ha=side,
             textcoords="offset points", fontsize=8.5, color=FLASH,
         )  # fmt: skip
 
