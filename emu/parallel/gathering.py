@@ -112,7 +112,8 @@ class Gathering:
         self._seen.append(unit)
         if unit in self._order:
             at = self._order.index(unit) + 1
-            self._fetch(self._order[at : at + self.prefetch])
+            # A recomputation is not followed by units whose backward has come by.
+            self._fetch([after for after in self._order[at : at + self.prefetch] if not after.in_backward])
 
     def leave(self, unit: Gathered) -> None:
         """A forward is over."""
