@@ -133,21 +133,19 @@ class Arguments:
     """A call's arguments, kept: those that gradients flow into as a Keep has it, others as they are.
 
     Args:
-        args, kwargs: of the call. The activations, its first argument, may be left for later: see `first`.
-        first: the first tensor argument's place, which is to be filled in when it is called again; None: it is kept, too.
+        args, kwargs: of the call.
         keep: how.
         where: the module, for errors.
+        but: the activations, whose place is filled in when it is called again.
 
     Raises:
         EmuError: an argument into which a layer could write unseen.
     """
 
-    def __init__(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], keep: Keep, where: str, but: Tensor | None = None
-    ) -> None:
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], keep: Keep, where: str, but: Tensor) -> None:
         self.where = where
         self._memo: dict[int, Any] = {}
-        self._but = None if but is None else id(but)
+        self._but = id(but)
         self._keep = keep
         self._args = tuple(self._stowed(a) for a in args)
         self._kwargs = {name: self._stowed(a) for name, a in kwargs.items()}
@@ -173,8 +171,8 @@ class Arguments:
             return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
         return value
 
-    def again(self, first: Tensor | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments for another call; first stands where the tensor that was left out stood."""
+    def again(self, first: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments for another call; first stands where the activations stood."""
         memo: dict[int, Tensor] = {}
         return tuple(_fetched(a, first, memo) for a in self._args), {
             name: _fetched(a, first, memo) for name, a in self._kwargs.items()
@@ -196,7 +194,7 @@ class _AsIs:
 _FIRST: Any = object()
 
 
-def _fetched(value: Any, first: Tensor | None, memo: dict[int, Tensor]) -> Any:
+def _fetched(value: Any, first: Tensor, memo: dict[int, Tensor]) -> Any:
     if value is _FIRST:
         return first
     if isinstance(value, (Kept, _AsIs)):
