@@ -29,10 +29,11 @@ def auto(
 ) -> Iterator[Action]:
     """The shortest schedule found: of the smallest cost, that is the longest span of a rank, then of the smallest makespan.
 
-    Greedy schedules by many tastes, pushed to their ends and back, the best of them bettered step by step; the same
-    on every machine. With one chunk, stage s is on rank s. With more, a rank's stages may be in a V (0..p-1, p-1..0),
-    loop (stage s on rank s % p) or follow each other (stage s on rank s // chunks, as with one chunk but in smaller
-    steps), whichever comes out best; more chunks have more transfers, so neither is always better.
+    Greedy schedules by many tastes and, for two or three chunks in a V, building blocks repeated and squeezed; pushed
+    to their ends and back, the best of them bettered step by step; the same on every machine. With one chunk, stage s
+    is on rank s. With more, a rank's stages may be in a V (0..p-1, p-1..0), loop (stage s on rank s % p) or follow each
+    other (stage s on rank s // chunks, as with one chunk but in smaller steps), whichever comes out best; more chunks
+    have more transfers, so neither is always better.
 
     Args:
         times: of one stage, or of each of the ranks * chunks stages: what `timed` takes as well. All equal by default.
@@ -44,7 +45,8 @@ def auto(
     Raises:
         PlanError: memory for less than one microbatch; times for another number of stages; what is no number, or no effort.
 
-    Source: the cost and the idea of Qi et al., https://arxiv.org/abs/2401.10241, section 3; the algorithm is our own.
+    Source: the cost and the idea of Qi et al., https://arxiv.org/abs/2401.10241, section 3; of a search among building
+    blocks, Qi et al., https://arxiv.org/abs/2405.15362, section 3; the algorithm is our own.
     """
     _asked(times, memory=ranks if memory is None else memory, weight_share=weight_share, effort=effort)
     if not 0 <= effort < math.inf:

@@ -1,22 +1,26 @@
-"""The automatic scheduler: greedy schedules by many tastes, justified, and the best of them bettered step by step."""
+"""The automatic scheduler: greedy schedules, and squeezed building blocks; justified, and the best bettered step by step."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from random import Random
 from typing import NamedTuple
 
+from emu.parallel.pipeline.schedules.filling.blocks import blocks, repeated
 from emu.parallel.pipeline.schedules.filling.bound import lower_bound
 from emu.parallel.pipeline.schedules.filling.clock import clocked
 from emu.parallel.pipeline.schedules.filling.greedy import Taste, filled
 from emu.parallel.pipeline.schedules.filling.justify import pushed
-from emu.parallel.pipeline.schedules.filling.periodic import periodic
 from emu.parallel.pipeline.schedules.filling.problem import Problem, Row
 from emu.parallel.pipeline.schedules.filling.search import bettered
+from emu.parallel.pipeline.schedules.filling.squeeze import Way, squeezed
 from emu.parallel.pipeline.schedules.filling.tastes import changed, tastes
 
 STEPS = 6144  # of 16 ranks and 128 microbatches: what is bigger gets less effort, what is smaller more, so that all take a second
-PERIODS = 24  # that are tried at most
+BLOCKS = 4  # that are tried in all ways at most, and one more
+WAYS = (Way(), Way(again=False), Way(late=3, again=False), Way(ahead=False))  # of squeezing
+NEAR = 1.02  # times the best: placements that begin worse are given up, for more effort on the others
 MOST = 12.0  # times the effort at most
 PATIENCE = (
     (1.0, 1.0),
@@ -66,14 +70,23 @@ class _Pool:
     def greedy(self, taste: Taste) -> None:
         self.add(filled(self.problem, taste), taste)
 
-    def periods(self, n: int) -> None:
-        """Periods from the busiest rank's work on, up to three times as long."""
-        pace = max(self.problem.work) / self.problem.microbatches
-        if len(self.problem.places) == self.problem.ranks or not pace:  # one stage a rank: the greedy ones do better
-            return
-        for k in range(n):
-            for weights_first in (False, True):
-                self.add(periodic(self.problem, pace * 3.0 ** (k / n), weights_first))
+    def blocks(self, n: int) -> None:
+        """Orders of building blocks, squeezed: the best n, as fewer microbatches tell, in all ways."""
+        problem = self.problem
+        if problem.places[problem.ranks - 1 : problem.ranks] != problem.places[problem.ranks : problem.ranks + 1]:
+            return  # not in a V: the greedy ones do better
+        few = replace(problem, microbatches=min(problem.microbatches, 2 * problem.ranks))
+        costs = []
+        for block in blocks(problem.places, problem.ranks):
+            order = repeated(few, block)
+            rows = squeezed(few, order, WAYS[0]) if order else None
+            if rows and (timed := clocked(few, rows)):
+                costs.append((timed.cost, block))
+        for _, block in sorted(costs)[:n]:
+            if order := repeated(problem, block):
+                for way in WAYS:
+                    self.add(squeezed(problem, order, way))
+                    self.add(squeezed(problem.even, order, way))  # this order has slack for other times as well
 
     def change(self, n: int, random: Random) -> None:
         for _ in range(n):
@@ -106,16 +119,18 @@ def fill(problems: Sequence[Problem], effort: float = 1.0) -> tuple[Problem, Fil
     random = Random(0)
     steps = 3 * problems[0].stages * problems[0].microbatches
     scale = effort * min(MOST, (STEPS / steps) ** 1.35) / len(pools)
-    turns = min(600, int(1 + 15 * scale * max(1.0, scale / 2)))
     try:
         for pool in pools:
             for n, taste in enumerate(tastes(pool.problem)):
                 if n < 4 or n < 22 * scale:
                     pool.greedy(taste)
-            pool.periods(1 + int(PERIODS * min(1.0, scale)))
+            pool.blocks(1 + int(BLOCKS * min(1.0, scale)))
             pool.justify(int(0.5 + 2 * scale))
         pools.sort(key=lambda pool: pool.best(1)[0][:2])
-        for pool in pools:
+        near = [pool for pool in pools if pool.best(1)[0].cost <= NEAR * pools[0].best(1)[0].cost]
+        scale *= len(pools) / len(near)
+        turns = min(600, int(1 + 15 * scale * max(1.0, scale / 2)))
+        for pool in near:
             if pool.goal >= pools[0].best(1)[0].cost:
                 continue
             for _ in range(4):

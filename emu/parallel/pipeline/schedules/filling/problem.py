@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 # A step is a number, 3 * stage + kind; a row is the list of a rank's steps. Microbatches go in order, so a row needs no more:
@@ -95,6 +95,11 @@ class Problem:
         for s in range(self.stages - 2, -1, -1):
             away[s] = away[s + 1] + durations[3 * s + 3] + durations[3 * s + 4] + lags[3 * s + 3] + lags[3 * s + 1]
         return tuple(away)
+
+    @cached_property
+    def even(self) -> Problem:
+        """The same, with all steps equally long and nothing on the way."""
+        return replace(self, durations=(1.0,) * len(self.durations), communication=0.0)
 
     @cached_property
     def work(self) -> tuple[float, ...]:
