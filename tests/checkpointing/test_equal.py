@@ -124,6 +124,36 @@ def test_layers_may_be_left_out_and_frozen_and_draw_in_between():
             assert step(changed, seed=seed).same(step(plain, seed=seed))
 
 
+@pytest.mark.parametrize("policy", NAMED)
+def test_layers_that_keep_nothing_or_change_nothing(policy):
+    """Some save no tensor, some return their input or a view of it, and one has no gradient at all."""
+
+    class Constant(nn.Module):
+        def forward(self, x):
+            return torch.ones_like(x)
+
+    class View(nn.Module):
+        def forward(self, x):
+            return x.view(-1).view_as(x)
+
+    def made():
+        torch.manual_seed(0)
+        kinds = [nn.Identity(), nn.Linear(WIDTH, WIDTH), View(), nn.Dropout(0.5), nn.Identity(), nn.Tanh(), Constant()]
+        kinds += [View(), nn.Linear(WIDTH, WIDTH), nn.Identity(), nn.ReLU(), View()]
+        return nn.Sequential(*kinds)
+
+    def gradients(model):
+        torch.manual_seed(1)
+        x = torch.randn(3, WIDTH, requires_grad=True)
+        (model(x) ** 2).sum().backward()
+        return [x.grad] + [p.grad for p in model.parameters()] + [torch.rand(2)]
+
+    changed = made()
+    checkpointed(changed, policy)
+    for a, b in zip(gradients(changed), gradients(made()), strict=True):
+        assert (a is None and b is None) or torch.equal(a, b)
+
+
 def test_the_activations_may_be_passed_by_name_and_come_back_in_a_tuple():
     class Layer(Mlp):
         def forward(self, hidden, *, scale):

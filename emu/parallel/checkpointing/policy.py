@@ -180,7 +180,8 @@ class Policy:
 
         Args:
             input_bytes: of a layer's input.
-            layer_bytes: that a layer keeps for its backward without checkpointing, its input included.
+            layer_bytes: that a layer keeps for its backward without checkpointing, its input included; of "selective", without
+                the insides of attention.
         """
         most = len(self.kept) * input_bytes + self.plain * layer_bytes  # after forward
         covered = sum(s.stop - s.start for s in self.segments)  # layers of this segment and those before
