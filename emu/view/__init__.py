@@ -2,6 +2,7 @@
 
 from emu.view.activations import activations_figure
 from emu.view.attended_work import attended_work_figure
+from emu.view.attention_traffic import attention_traffic_figure
 from emu.view.batch_size import batch_size_figure
 from emu.view.context import ring_figure
 from emu.view.losses import loss_figure
@@ -25,6 +26,7 @@ __all__ = [
     "activations_figure",
     "attach",
     "attended_work_figure",
+    "attention_traffic_figure",
     "batch_size_figure",
     "comparison_table",
     "loss_figure",

@@ -81,9 +81,6 @@ def merge_into(a: Partial, b: Partial) -> None:
     a.lse.copy_(lse)
 
 
-_merge_into = merge_into
-
-
 def _weights(a: Partial, b: Partial) -> tuple[Tensor, Tensor, Tensor]:
     lse = torch.logaddexp(a.lse, b.lse)
     shift = lse.masked_fill(lse == -math.inf, 0.0)  # where neither saw a key: exp(-inf - 0) = 0
