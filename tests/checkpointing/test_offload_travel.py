@@ -126,6 +126,30 @@ def test_parameters_buffers_tables_and_masks_stay():
     assert [e.bytes for _, e in run.trace.of(HostCopy) if e.kind == "to_host"] == [ROW, ROW] * 2
 
 
+def test_a_parameter_of_another_module_and_an_input_that_the_program_holds_stay():
+    class Borrows(nn.Module):
+        def __init__(self, lender):
+            super().__init__()
+            self.lender = [lender]  # no part of this module
+
+        def forward(self, x):
+            return x @ self.lender[0].weight.t()
+
+    def program(rank, layers, how):
+        model = nn.Module()
+        model.lender = nn.Linear(WIDTH, WIDTH)
+        model.layers = nn.ModuleList(Borrows(model.lender) for _ in range(3))
+        offloaded(model, rank)
+        x = given = torch.randn(ROWS, WIDTH, requires_grad=True)
+        for layer in model.layers:
+            x = layer(x)
+        x.sum().backward()
+        return given.grad
+
+    # The second layer's input, and nothing else.
+    assert copied(launched(3, {}, program)) == {"to_host": ROW, "from_host": ROW}
+
+
 def test_what_a_layer_returns_and_the_next_keeps_travels_once():
     class Squares(nn.Module):
         def forward(self, x):
@@ -170,6 +194,7 @@ def test_layers_may_be_chosen_and_small_storages_left():
     small = ROWS * 4  # a mean or a deviation of each row
     run = launched(6, {"least_bytes": small + 1}, program)
     assert copied(run)["to_host"] == 5 * (KEPT - 2 * small)
+    assert copied(launched(6, {"least_bytes": small}, program))["to_host"] == 5 * KEPT
 
 
 def test_writing_in_place_into_what_is_kept_is_told_as_without_offloading():
