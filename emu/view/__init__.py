@@ -4,6 +4,7 @@ from emu.view.activations import activations_figure
 from emu.view.attended_work import attended_work_figure
 from emu.view.attention_traffic import attention_traffic_figure
 from emu.view.batch_size import batch_size_figure
+from emu.view.checkpointing import checkpointing_growth_figure, frontier_figure
 from emu.view.context import ring_figure
 from emu.view.losses import loss_figure
 from emu.view.memory import memory_figure
@@ -28,7 +29,9 @@ __all__ = [
     "attended_work_figure",
     "attention_traffic_figure",
     "batch_size_figure",
+    "checkpointing_growth_figure",
     "comparison_table",
+    "frontier_figure",
     "loss_figure",
     "memory_bars_figure",
     "memory_figure",
