@@ -51,8 +51,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, pieces: Sequence[Piece], scale: floa
     q, k, v = (_wide(x) for x in (q, k, v))
     whole: Partial | None = None
     for piece in _cut_for(q, pieces):
-        at, seen = _places(piece)
-        part = Partial(*fast.forward(q[at], k[seen], v[seen], piece.causal, _on(piece.mask, q), _scale(q, scale)))
+        at, _ = _places(piece)
+        rows, keys, values = some(q, piece.q), some(k, piece.k), some(v, piece.k)
+        part = Partial(*fast.forward(rows, keys, values, piece.causal, _on(piece.mask, q), _scale(q, scale)))
         if whole is None and piece.queries == q.shape[2]:
             whole = part
         else:
@@ -114,7 +115,9 @@ def backward(
     for piece in _cut_for(q, pieces):
         at, seen = _places(piece)
         mask = _on(piece.mask, q)
-        parts = fast.backward(grad[at], q[at], k[seen], v[seen], out[at], lse[at], piece.causal, mask, _scale(q, scale))
+        given, rows, outs, lses = (some(x, piece.q) for x in (grad, q, out, lse))
+        keys, values = some(k, piece.k), some(v, piece.k)
+        parts = fast.backward(given, rows, keys, values, outs, lses, piece.causal, mask, _scale(q, scale))
         sums = [_sum(s, part, x, place) for s, part, x, place in zip(sums, parts, (q, k, v), (at, seen, seen))]
     dq, dk, dv = (torch.zeros_like(x) if s is None else s for s, x in zip(sums, (q, k, v)))
     return dq, dk, dv
@@ -130,6 +133,12 @@ def _sum(so_far: Tensor | None, part: Tensor, like: Tensor, place: tuple[slice, 
         so_far = torch.zeros_like(like)
         so_far[place].copy_(part)
     return so_far
+
+
+def some(x: Tensor, tokens: slice) -> Tensor:
+    """Some tokens of [batch, heads, tokens, ...]: itself, if they are all."""
+    n = tokens.stop - tokens.start
+    return x if n == x.shape[2] else x.narrow(2, tokens.start, n)
 
 
 def _places(piece: Piece) -> tuple[tuple[slice, ...], tuple[slice, ...]]:

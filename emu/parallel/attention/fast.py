@@ -15,6 +15,7 @@ What was found of torch's CPU kernel (2.13, float32 and float64), and what is do
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -40,7 +41,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None, 
     out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
     if mask is not None:
         lse = lse.masked_fill(~mask.any(-1).unsqueeze(1), -math.inf)
-    if _host_sees(lse == 0) and _host_sees((out == 0).all(-1).logical_and_(lse == 0)):
+    if _host_sees(lse, lambda: lse == 0) and _host_sees(lse, lambda: (out == 0).all(-1).logical_and_(lse == 0)):
         return spelled.forward(q, k, v, causal, mask, scale)
     return out, lse
 
@@ -70,8 +71,12 @@ def backward(
     )
     # An infinite query or key whose every score is -inf has weight 0; the kernel multiplies it by 0 and gets nan.
     # Without a mask, the last query meets every key, and the first key every query.
-    probe = (dq, dk) if mask is not None else (dq[:, :, -1], dk[:, :, 0])
-    if _host_sees(~(probe[0].sum() + probe[1].sum()).isfinite()):
+
+    def broken() -> Tensor:
+        probe = (dq, dk) if mask is not None else (dq[:, :, -1], dk[:, :, 0])
+        return ~(probe[0].sum() + probe[1].sum()).isfinite()
+
+    if _host_sees(dq, broken):
         return spelled.backward(grad, q, k, v, out, lse, causal, mask, scale)
     return dq, dk, dv
 
@@ -91,9 +96,9 @@ def _bias(mask: Tensor | None, q: Tensor) -> Tensor | None:
     return torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, -math.inf).unsqueeze(1)
 
 
-def _host_sees(found: Tensor) -> bool:
-    """Whether any is True. A fused kernel would see to it itself, so that no device notices that the host looked."""
-    if found.device.type == "meta":
+def _host_sees(x: Tensor, found: Callable[[], Tensor]) -> bool:
+    """Whether any of `found()`, made of x, is True. A fused kernel would look itself: no device notices that the host does."""
+    if x.device.type == "meta":
         return False
     with torch._C._DisableTorchDispatch():
-        return bool(found.any())
+        return bool(found().any())

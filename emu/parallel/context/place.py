@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from emu.parallel.attention import block
-from emu.parallel.attention.block import Partial
+from emu.parallel.attention.block import Partial, some
 from emu.parallel.context.cut import Block, Cut
 from emu.spmd import Group, Rank
 
@@ -91,9 +91,7 @@ class Place:
         name = f"ring_{name}" if self.group.size > 1 and self.cut.kind != "all-gather" else name
         with self.rank.kernel(name, flops=a_pair * pairs * q.shape[1] * q.shape[3]):
             yield
-            q.new_zeros(
-                0
-            )  # its last result says in which dtype a kernel computes: tensor cores, in that of the queries
+            q.new_zeros(0)  # a kernel computes in the dtype of its last result: tensor cores, in that of the queries
 
     def _read(self, x: Tensor) -> Tensor:
         """Heads of keys or values, again for every query head that reads them, where these are not equally many."""
@@ -105,7 +103,7 @@ class Place:
         """The adjoint of _read."""
         if self.readers is None:
             return grad
-        return torch.cat([some.sum(1, keepdim=True) for some in grad.split(list(self.readers), 1)], 1)
+        return torch.cat([part.sum(1, keepdim=True) for part in grad.split(list(self.readers), 1)], 1)
 
 
 def put(parts: list[Tensor], seen: Block, dtype: torch.dtype) -> list[Tensor]:
@@ -122,9 +120,3 @@ def add(to: list[Tensor], parts: list[Tensor], keys: slice) -> list[Tensor]:
         if part.shape[2]:
             some(x, keys).add_(part)
     return to
-
-
-def some(x: Tensor, tokens: slice) -> Tensor:
-    """Some tokens of [batch, heads, tokens, ...]: itself, if they are all."""
-    n = tokens.stop - tokens.start
-    return x if n == x.shape[2] else x.narrow(2, tokens.start, n)
