@@ -8,6 +8,8 @@ becomes it: x + layer(x) goes on with what was received.
 
 from __future__ import annotations
 
+import gc
+import sys
 from typing import Any
 
 import torch
@@ -53,7 +55,10 @@ class Elsewhere(Tensor):
                 return _marked(func(*_on_meta(args), **_on_meta(kwargs)), one)
             if like is not None:
                 return _marked(torch.empty_strided(*like[:2], dtype=like[2], device="meta"), one)
+            first = "torch._dynamo" not in sys.modules
             out = func(*_on_meta(args), **_on_meta(kwargs))
+            if first and "torch._dynamo" in sys.modules:  # imported by torch, it leaves this call's frames in a cycle, which
+                gc.collect()  # would hold on to the program's tensors: a first run would free them later than others
             if type(out) is Tensor:
                 if len(_likes) >= MOST:
                     _likes.clear()
