@@ -241,9 +241,10 @@ def test_the_demo_proves_prices_and_draws(capsys, tmp_path):
     code, said = answer(capsys, "demo", "--quick", "--report", str(report))
     assert code == 0
     shown = {strategy["name"]: strategy for strategy in said["strategies"]}
-    assert list(shown) == ["dp", "zero1", "zero2", "zero3", "hsdp", "tp", "sp", "pp", "zb", "ep"]
+    assert list(shown) == ["dp", "zero1", "zero2", "zero3", "hsdp", "tp", "sp", "pp", "zb", "cp", "checkpoint", "ep"]
     for one in shown.values():
-        assert one["equivalent"] and one["tier"] == "exact" and one["comm_bytes"]["dp"] > 0
+        assert one["equivalent"] and one["tier"] == "exact"
+        assert one["comm_bytes"]["dp+cp" if one["name"] == "cp" else "dp"] > 0
         assert one["step_time_s"] > 0 and one["peak_hbm_bytes"] > 0 and 0 < one["mfu"] < 1
     assert (
         shown["tp"]["comm_bytes"]["tp"] > 0
@@ -255,11 +256,13 @@ def test_the_demo_proves_prices_and_draws(capsys, tmp_path):
     assert peaks == sorted(peaks, reverse=True) and len(set(peaks)) == 4
     assert said["loss_single"] == pytest.approx(said["loss_distributed"], rel=1e-4)  # float32, 10 steps of AdamW
     assert said["losses_single"][-1] < said["losses_single"][0]
+    keys_and_values = 8 * 16 * 64 * 2 * 4 * 4  # 8 rows of 16 tokens, K and V, 4 bytes, 4 layers
+    assert shown["cp"]["comm_bytes"]["cp"] == keys_and_values * 3 * 3  # to 3 others, forward, back, and their gradients
     assert shown["zb"]["comm_bytes"] == shown["pp"]["comm_bytes"] and shown["pp"]["comm_bytes"]["pp.F"] > 0
     html = report.read_text()
     assert (
         said["report"] == str(report)
-        and html.count("data:image/png;base64,") == 14
+        and html.count("data:image/png;base64,") == 17
         and 15 < said["critical_batch"] < 35
     )
     assert html.count("8 scaled-down H100s") >= 4 and "Gather, use, free" in html and "TFLOP/s" not in html
@@ -272,6 +275,8 @@ def test_the_demo_proves_prices_and_draws(capsys, tmp_path):
         ("hsdp", 6, "hsdp"),
         ("sp", 4, "sp cuts those by tokens"),
         ("zb", 6, "by the schedule zb-h1"),
+        ("cp", 6, "each device has 25.0 % of what is attended"),
+        ("checkpoint", 4, "is computed again in backward. Activations"),
         ("ep", 5, "a device waits for others (outlined in grey)"),
     ],
 )

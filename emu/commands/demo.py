@@ -14,7 +14,10 @@ from emu.terminal import print_json, refuse_unwritable, stages
 
 def demo(
     name: Annotated[
-        str, typer.Argument(help="Which strategy to show: all, dp, zero1, zero2, zero3, hsdp, tp, sp or ep.")
+        str,
+        typer.Argument(
+            help="Which strategy to show: all, dp, zero1, zero2, zero3, hsdp, tp, sp, pp, zb, cp, checkpoint or ep."
+        ),
     ] = "all",
     quick: Annotated[bool, typer.Option("--quick", help="Fewer training steps and mutants.")] = False,
     report: Annotated[Path, typer.Option(help="Where to write the HTML report.")] = Path("emu-report.html"),

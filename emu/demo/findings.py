@@ -81,6 +81,7 @@ class Demo:
         float32: whether that one's step is one device's, in float32.
         strategies: all that were asked for, the first of them included.
         whole_tokens_bytes: what sp is for: the peak of the same step under tp alone; where sp was asked for.
+        kept_bytes: what checkpointing is for: the most activations that the same step holds under dp; where it was asked for.
         teeth: a training whose units are gathered one at a time, nothing ahead; where all strategies were asked for.
         batch_sizes: how far a larger batch helps; where all strategies were asked for.
     """
@@ -90,6 +91,7 @@ class Demo:
     float32: Verdict
     model: str
     whole_tokens_bytes: int | None = None
+    kept_bytes: int | None = None
     teeth: Run | None = None
     batch_sizes: BatchSizes | None = None
     report: str = ""
@@ -194,15 +196,25 @@ def find(
     whole_tokens_bytes = None
     if "sp" in strategies:
         tp = strategies.get("tp")
-        whole_tokens_bytes = tp.peak_bytes if tp is not None else _peak_bytes(STRATEGIES["tp"], data[:FEW_STEPS])
-    return Demo(single, strategies, float32, first.model, whole_tokens_bytes, teeth, sizes)
+        whole_tokens_bytes = (
+            tp.peak_bytes if tp is not None else _by_shapes(STRATEGIES["tp"], data[:FEW_STEPS]).memory.peak_bytes()
+        )
+    kept_bytes = None
+    if "checkpoint" in strategies:
+        dp = strategies.get("dp")
+        kept_bytes = most_activations(dp.window if dp is not None else _by_shapes(STRATEGIES["dp"], data[:FEW_STEPS]))
+    return Demo(single, strategies, float32, first.model, whole_tokens_bytes, kept_bytes, teeth, sizes)
 
 
-def _peak_bytes(strategy: Strategy, data: list[Batch]) -> int:
-    """Of the fullest rank in the last step, from shapes alone."""
+def most_activations(run: Run) -> int:
+    """Bytes of activations, at the time when the rank with most of them has most."""
+    return max(max(run.memory.series(rank)[1]["activations"]) for rank in run.trace.ranks)
+
+
+def _by_shapes(strategy: Strategy, data: list[Batch]) -> Run:
+    """The last step, from shapes alone."""
     args = (config(strategy.model), data, strategy, lambda step: None)
-    run = launch(train, strategy.mesh, args=args, backend="shape").window(f"step {len(data) - 1}", "end")
-    return run.memory.peak_bytes()
+    return launch(train, strategy.mesh, args=args, backend="shape").window(f"step {len(data) - 1}", "end")
 
 
 def _unmarked(run: Run) -> Run:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from emu.demo.findings import Demo
-from emu.demo.telling import SCALED, explain, filling, schedule_of, sharing, strategies_table, summary
+from emu.demo.telling import SCALED, cut_of, explain, filling, schedule_of, sharing, strategies_table, summary
 from emu.demo.training import RANKS
 
 
@@ -43,6 +43,7 @@ def write_demo_report(demo: Demo, path: str | Path) -> None:
         *_sharding_pictures(demo),
         *_inside_pictures(demo),
         *_pipeline_pictures(demo),
+        *_long_sequence_pictures(demo),
         *_batch_size_picture(demo),
         Heading("Memory of one device"),
         Picture(
@@ -80,8 +81,9 @@ def _sharding_pictures(demo: Demo) -> list[Any]:
             Picture(
                 memory_bars_figure(bars, f"memory of rank 0 of {RANKS} at the peak of a step"),
                 "From left to right: everything everywhere; optimizer states sharded; gradients, too; parameters, too; the "
-                "same in two groups; layers cut over 4 devices; what lies between the cut matrices by tokens, too; and whole "
-                "layers over 4, in two schedules. What is left of parameters in zero3 are shards and the units in use just then.",
+                "same in two groups; layers cut over 4 devices; what lies between the cut matrices by tokens, too; whole layers "
+                "over 4, in two schedules; sequences over 4; and layers computed again, whose peak comes in the optimizer's step. What "
+                "is left of parameters in zero3 are shards and the units in use just then.",
             ),
         ]
     sharded = next((s for s in demo.strategies.values() if s.strategy.options.get("zero") == 3), None)
@@ -131,6 +133,42 @@ def _pipeline_pictures(demo: Demo) -> list[Any]:
             Picture(
                 activations_figure(shown.window, timeline=shown.actions, title=name),
                 "What each stage keeps for its backwards: the earlier it is, the more microbatches are under way.",
+            ),
+        ]
+    return out
+
+
+def _long_sequence_pictures(demo: Demo) -> list[Any]:
+    from emu.view import Heading, Picture, attended_work_figure, ring_figure, timeline_figure
+    from emu.view.units import time_text
+
+    out: list[Any] = []
+    cp, checkpoint = (demo.strategies.get(name) for name in ("cp", "checkpoint"))
+    if cp is not None:
+        cut = cut_of(cp)
+        out += [
+            Heading("Sequences over devices"),
+            Picture(
+                ring_figure(cut, width=8.5),
+                "A column for every step of the ring: which keys and values lie with which device, and which of them its queries "
+                "see. The two pieces of each make the areas alike.",
+            ),
+            Picture(
+                attended_work_figure(cut, run=cp.window),
+                f"Left what the cut says, right what the kernels of {cp.step[0]} did: shares of all, by device and step.",
+            ),
+        ]
+    if checkpoint is not None and checkpoint is not demo.first:
+        out += [
+            Heading("Compute again"),
+            Picture(
+                timeline_figure(
+                    checkpoint.scaled,
+                    ranks=[0],
+                    title=f"{checkpoint.name}: {time_text(checkpoint.scaled.step_time_s)} on {SCALED}, rank 0",
+                ),
+                "Each layer's input travels to the host in forward and back in backward, one layer ahead of where it is needed; "
+                "there the layer runs forward again.",
             ),
         ]
     return out

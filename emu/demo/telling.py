@@ -6,13 +6,14 @@ from typing import Any
 
 from emu.cost import Metrics
 from emu.demo.batch_size import RANKS as RANKS_OF_SIZES
-from emu.demo.findings import ROWS, SEQ, STATES, Demo, Shown
+from emu.demo.findings import ROWS, SEQ, STATES, Demo, Shown, most_activations
 from emu.demo.training import MICROBATCHES, RANKS
 from emu.models import config
+from emu.parallel.context import Cut, make_cut
 from emu.parallel.pipeline import Schedule
 from emu.parallel.pipeline.schedules import make
 from emu.run import Run
-from emu.trace.events import Kernel
+from emu.trace.events import HostCopy, Kernel
 
 OTHER_CHIP = "a100-8"  # the same trace priced there shows whether the chip matters
 SCALED = f"{RANKS} scaled-down H100s"
@@ -68,9 +69,10 @@ def strategies_table(demo: Demo) -> Any:
 
 
 def _row(run: Run, metrics: Metrics) -> dict[str, Any]:
-    """What the table shows. TFLOP/s would mean nothing on a scaled-down chip, and HFU and dtype say nothing new."""
+    """What the table shows. TFLOP/s would mean nothing on a scaled-down chip, HFU and dtype say nothing new, and what goes
+    to the host goes in one strategy alone."""
     values = metrics.as_dict()
-    for key in ("tflops_per_device", "hfu", "dtype"):
+    for key in [key for key in values if key in ("tflops_per_device", "hfu", "dtype") or "host" in key]:
         del values[key]
     values["peak_hbm_bytes"] = [run.memory.peak_bytes(rank) for rank in run.trace.ranks]
     return values
@@ -99,7 +101,7 @@ def explain(demo: Demo) -> list[str]:
     ]
     if len(demo.strategies) > 1:
         said.append(_stages(demo))
-    said += _inside(demo) + _pipelines(demo)
+    said += _inside(demo) + _pipelines(demo) + _long_sequences(demo)
     if demo.batch_sizes is not None:
         sizes = demo.batch_sizes
         (small, many), *_, (large, few) = sizes.steps.items()
@@ -140,6 +142,16 @@ def sharing(shown: Shown) -> str:
         return "Activations travel from stage to stage, and their gradients back; a stage without either waits."
     if "tp" in strategy.axes:
         return "In every layer partial sums travel between the 4 devices that share it, and those of forward are waited for."
+    if strategy.context:
+        return (
+            f"In every layer keys and values go round among the {strategy.axes['cp']} devices that share a sequence, while "
+            "each attends to those it has."
+        )
+    if strategy.checkpoint != "none":
+        return (
+            "In backward every layer first runs forward again, from its input, which comes back from the host; buckets of "
+            "gradients are summed meanwhile."
+        )
     if strategy.options.get("zero") == 3:
         return "Parameters are gathered one unit ahead, and gradients are summed while backward goes on."
     return "Buckets of gradients are summed while backward goes on."
@@ -192,6 +204,45 @@ def _pipelines(demo: Demo) -> list[str]:
                 f"gradients that travel {bytes_text(_sent(shown, 'pp'))} a step. Stages wait for {here} of the time on {SCALED}; "
                 f"{alone} it would be if stages were alike, and backward twice as long as forward."
             )
+    return said
+
+
+def cut_of(shown: Shown) -> Cut:
+    """Who has which tokens of a sequence."""
+    return make_cut(shown.strategy.context, SEQ, shown.strategy.axes["cp"])
+
+
+def _flops(run: Run, phase: str) -> int:
+    kernels = (event for events in run.trace.events.values() for event in events if isinstance(event, Kernel))
+    return sum(kernel.flops for kernel in kernels if kernel.phase == phase)
+
+
+def _long_sequences(demo: Demo) -> list[str]:
+    """Of the strategies that cut sequences, or keep less of them."""
+    from emu.view.units import bytes_text, percent_text
+
+    said, (cp, checkpoint) = [], (demo.strategies.get(name) for name in ("cp", "checkpoint"))
+    if cp is not None:
+        cut = cut_of(cp)
+        works, naive = ([c.work(i) for i in range(c.ranks)] for c in (cut, make_cut("ring", SEQ, cut.ranks)))
+        busiest, uneven = (percent_text(max(work) / sum(work)) for work in (works, naive))
+        said.append(
+            f"cp cuts every sequence of {SEQ} tokens over {cut.ranks} devices, {max(cut.sizes)} each, and the keys and values "
+            f"of others come by: {bytes_text(_sent(cp, 'cp') - _sent(cp, 'dp'))} a step. One piece is from the front and one "
+            f"from the back of a sequence (a zigzag), so each device has {busiest} of what is attended; of contiguous pieces "
+            f"the last would have {uneven}."
+        )
+    if checkpoint is not None and demo.kept_bytes is not None:
+        run = checkpoint.window
+        copies = (event for event in run.trace.events[0] if isinstance(event, HostCopy))
+        copied = bytes_text(sum(copy.bytes for copy in copies if copy.kind == "to_host"))
+        forward, again = _flops(run, "forward"), _flops(run, "recompute")
+        said.append(
+            f"checkpoint keeps each layer's input, and most of these ({copied} of a device) wait in the host's memory; the rest "
+            f"is computed again in backward. Activations take at most {bytes_text(most_activations(run))} of a device, where "
+            f"dp's take {bytes_text(demo.kept_bytes)}. That is {percent_text(again / forward)} of forward's FLOPs once more. "
+            f"Loss and gradients stay the same bits."
+        )
     return said
 
 

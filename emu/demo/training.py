@@ -10,6 +10,7 @@ import torch
 
 from emu.models import Config, Decoder
 from emu.parallel import Batch, DataParallel, Pipeline, shard_model
+from emu.parallel.checkpointing import checkpointed, offloaded
 from emu.parallel.expert import keep_routing, routing_of
 from emu.spmd import Mesh, Rank, grads
 
@@ -31,6 +32,9 @@ class Strategy:
         sp: whether the sequence is cut over tp.
         model: what it trains, by name.
         schedule: of its pipeline, by name; "" where it has none.
+        context: how attention crosses the ranks along cp, by name; "" where sequences are whole.
+        checkpoint: what backward computes again, by name.
+        offload: whether what layers keep waits in the host's memory.
     """
 
     meaning: str
@@ -39,6 +43,9 @@ class Strategy:
     sp: bool = False
     model: str = "gpt-tiny"
     schedule: str = ""
+    context: str = ""
+    checkpoint: str = "none"
+    offload: bool = False
 
     @property
     def mesh(self) -> Mesh:
@@ -61,6 +68,8 @@ STRATEGIES = {
     "sp": Strategy("as tp, norms cut by tokens, too", {"dp": 2, "tp": 4}, sp=True),
     "pp": Strategy("layers shared out over 4 (1F1B), in 2 groups", {"dp": 2, "pp": 4}, schedule="1f1b"),
     "zb": Strategy("as pp, weights' gradients fill bubbles", {"dp": 2, "pp": 4}, schedule="zb-h1"),
+    "cp": Strategy("sequences cut over 4 (zigzag), in 2 groups", {"dp": 2, "cp": 4}, context="zigzag"),
+    "checkpoint": Strategy("as dp, layers computed again from inputs on the host", checkpoint="full", offload=True),
     "ep": Strategy("of moe-tiny: experts shared out", {"dp": RANKS, "ep": RANKS}, model="moe-tiny"),
 }
 
@@ -76,10 +85,16 @@ class Trained(NamedTuple):
 def distributed(rank: Rank, model_config: Config, strategy: Strategy) -> DataParallel:
     """The model as the strategy has it on this rank."""
     model = Decoder(model_config, seed=0)
+    if strategy.checkpoint != "none":
+        checkpointed(model, strategy.checkpoint, rank)
+    if strategy.offload:
+        offloaded(model, rank, least_bytes=0)  # the toy's layers keep less than what is usually worth a copy
     if strategy.schedule:
         options = {"schedule": strategy.schedule, "microbatches": MICROBATCHES, **strategy.options}
         return Pipeline(model, rank, "dp", **options)
     sharding = shard_model(model, rank, sp=strategy.sp) if strategy.inside else None
+    if strategy.context:
+        return DataParallel(model, rank, "dp", "cp", context=strategy.context, **strategy.options)
     return DataParallel(model, rank, "dp", sharding=sharding, **strategy.options)
 
 
