@@ -54,9 +54,11 @@ class RealDevice:
     def event(self) -> RealEvent:
         return RealEvent(self)
 
-    def kernel(self, name: str, flops: int | None, bytes: int | None) -> AbstractContextManager[None]:
+    def kernel(
+        self, name: str, flops: int | None, bytes: int | None, dtype: torch.dtype | None
+    ) -> AbstractContextManager[None]:
         """Only names what runs inside it: on a real device the ops launch as they always do."""
-        return nullcontext() if self.kernels is None else self.kernels.one_kernel(name, flops, bytes)
+        return nullcontext() if self.kernels is None else self.kernels.one_kernel(name, flops, bytes, dtype)
 
     def watch(self, module: nn.Module, name: str) -> None:
         """Nothing: the record of a real run has no module scopes."""

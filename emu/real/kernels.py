@@ -77,7 +77,7 @@ class Kernels(TorchDispatchMode):
         return "optimizer" if self._stepping else "forward" if learns and torch.is_grad_enabled() else ""
 
     @contextmanager
-    def one_kernel(self, name: str, flops: int | None, bytes: int | None) -> Iterator[None]:
+    def one_kernel(self, name: str, flops: int | None, bytes: int | None, dtype: torch.dtype | None) -> Iterator[None]:
         if self._inside is not None:  # a kernel inside a kernel is part of it
             yield
             return
@@ -95,7 +95,7 @@ class Kernels(TorchDispatchMode):
                 phase,
                 inside.flops if flops is None else flops,
                 inside.bytes if bytes is None else bytes,
-                inside.dtype,
+                inside.dtype if dtype is None else str(dtype).removeprefix("torch."),
                 (),
                 self._device.current,
             )

@@ -64,7 +64,9 @@ class Device(Protocol):
 
     def event(self) -> Event: ...
 
-    def kernel(self, name: str, flops: int | None, bytes: int | None) -> AbstractContextManager[None]: ...
+    def kernel(
+        self, name: str, flops: int | None, bytes: int | None, dtype: torch.dtype | None
+    ) -> AbstractContextManager[None]: ...
 
     def watch(self, module: nn.Module, name: str) -> None: ...
 
@@ -177,14 +179,17 @@ class Rank(int):
         """A new event, which orders streams as CUDA's do."""
         return self._device.event()
 
-    def kernel(self, name: str, flops: int | None = None, bytes: int | None = None) -> AbstractContextManager[None]:
+    def kernel(
+        self, name: str, flops: int | None = None, bytes: int | None = None, dtype: torch.dtype | None = None
+    ) -> AbstractContextManager[None]:
         """Makes the ops inside one kernel: one launch, and no device memory for its inner temporaries.
 
         Args:
             name: what to call it.
             flops, bytes: work and memory traffic; None adds up the ops' flops, and counts what goes in and comes out.
+            dtype: in which its products are computed, which decides how fast; None: that of its last result.
         """
-        return self._device.kernel(name, flops, bytes)
+        return self._device.kernel(name, flops, bytes, dtype)
 
     @overload
     def to_host(self, x: Tensor, name: str = "") -> HostCopy: ...

@@ -101,8 +101,9 @@ class VirtualDevice:
         return self._event_count
 
     @contextmanager
-    def kernel(self, name: str, flops: int | None, bytes: int | None) -> Iterator[None]:
-        with self.inside_kernel(), self.tracker.one_kernel(name, flops, bytes) if self.tracker else nullcontext():
+    def kernel(self, name: str, flops: int | None, bytes: int | None, dtype: torch.dtype | None) -> Iterator[None]:
+        tracked = self.tracker.one_kernel(name, flops, bytes, dtype) if self.tracker else nullcontext()
+        with self.inside_kernel(), tracked:
             yield
 
     def watch(self, module: nn.Module, name: str) -> None:

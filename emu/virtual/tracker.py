@@ -235,7 +235,7 @@ class Tracker(Tensors, TorchDispatchMode):
     # One kernel out of many ops.
 
     @contextmanager
-    def one_kernel(self, name: str, flops: int | None, bytes: int | None) -> Iterator[None]:
+    def one_kernel(self, name: str, flops: int | None, bytes: int | None, dtype: torch.dtype | None) -> Iterator[None]:
         if self._kernel is not None:  # a kernel inside a kernel is part of it
             yield
             return
@@ -261,7 +261,7 @@ class Tracker(Tensors, TorchDispatchMode):
             phase,
             kernel.flops if flops is None else flops,
             kernel.bytes + out_bytes if bytes is None else bytes,
-            kernel.dtype,
+            kernel.dtype if dtype is None else name_of(dtype),
             kernel.dims,
             self.device.stream_now.name,
         )

@@ -15,10 +15,8 @@ from emu.parallel.attention.block import Partial, some
 from emu.parallel.context.cut import Block, Cut
 from emu.spmd import Group, Rank
 
-FORWARD_FLOPS, BACKWARD_FLOPS = (
-    4,
-    8,
-)  # a pair and a head dim: two products, and four; scores computed again do not count
+# Of a pair and a head dim: two products, and four; scores computed again do not count.
+FORWARD_FLOPS, BACKWARD_FLOPS = 4, 8
 
 
 class Kept(NamedTuple):
@@ -89,9 +87,8 @@ class Place:
     def _kernel(self, name: str, a_pair: int, q: Tensor, seen: Block) -> Iterator[None]:
         pairs = sum(piece.pairs if piece.summed else piece.pairs * q.shape[0] for piece in seen.pieces)
         name = f"ring_{name}" if self.group.size > 1 and self.cut.kind != "all-gather" else name
-        with self.rank.kernel(name, flops=a_pair * pairs * q.shape[1] * q.shape[3]):
+        with self.rank.kernel(name, flops=a_pair * pairs * q.shape[1] * q.shape[3], dtype=q.dtype):
             yield
-            q.new_zeros(0)  # a kernel computes in the dtype of its last result: tensor cores, in that of the queries
 
     def _read(self, x: Tensor) -> Tensor:
         """Heads of keys or values, again for every query head that reads them, where these are not equally many."""
