@@ -57,6 +57,9 @@ def test_stated_work_is_what_is_recorded():
         with rank.kernel("flash_attention", flops=1000, bytes=64):
             torch.ones(4, 4) @ torch.ones(4, 4)
 
+    (kernel,) = (e for e in record(program) if isinstance(e, Kernel))
+    assert (kernel.name, kernel.flops, kernel.bytes) == ("flash_attention", 1000, 64)
+
 
 @pytest.mark.parametrize(("said", "recorded"), [(None, "float32"), (torch.bfloat16, "bfloat16")])
 def test_a_kernel_that_widens_inside_says_in_which_dtype_it_computes(said, recorded):
@@ -66,9 +69,6 @@ def test_a_kernel_that_widens_inside_says_in_which_dtype_it_computes(said, recor
             return x.float() * 2
 
     assert [e.dtype for e in record(program) if isinstance(e, Kernel) and e.name == "wide"] == [recorded]
-
-    (kernel,) = (e for e in record(program) if isinstance(e, Kernel))
-    assert (kernel.name, kernel.flops, kernel.bytes) == ("flash_attention", 1000, 64)
 
 
 def test_temporaries_of_a_kernel_need_no_room():
