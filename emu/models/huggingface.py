@@ -102,7 +102,8 @@ def _with_loss_sum() -> Any:
 
     def unmasked(module: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any, **options: Any) -> tuple[Tensor, None]:
         """The stock attention, under a name that no mask is made for."""
-        if hasattr(mask := options.get("who_sees_whom"), "attend"):
+        mask: Any = options.get("who_sees_whom")
+        if hasattr(mask, "attend"):
             return mask.attend(q, k, v, options.get("scaling")).transpose(1, 2).contiguous(), None
         if q.is_meta:  # torch would spell the softmax out, for want of a kernel on no device
             kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
