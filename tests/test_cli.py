@@ -522,18 +522,40 @@ def test_real_processes_that_fail_give_one_object_too(programs, tmp_path):
 def readme(tmp_path: Path) -> Path:
     """A folder with the Python blocks of README.md as files, program.py for two ranks."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
-    names = ("program", "ask", "train", "inside", "cuts", "stock", "experts", "pipeline", "compare", "mine")
+    names = (
+        "program",
+        "ask",
+        "train",
+        "inside",
+        "cuts",
+        "stock",
+        "experts",
+        "pipeline",
+        "compare",
+        "mine",
+        "long",
+        "steps",
+    )
     assert len(blocks) == len(names)  # each is run below
     for name, block in zip(names, blocks):
         (tmp_path / f"{name}.py").write_text(block.replace("dp=8", "dp=2") if name == "program" else block)
     return tmp_path
 
 
-@pytest.mark.parametrize("name", ["train", "inside", "pipeline"])
+@pytest.mark.parametrize("name", ["train", "inside", "pipeline", "long"])
 def test_the_readme_trains_a_sharded_model(readme, name):
     done = shell(name, cwd=readme)
     first, second, third = json.loads(re.findall(r"tensor\((\[.*?\])", done.stdout)[0])
     assert first > second > third > 4
+
+
+def test_the_readme_steps_through_flash_attention(readme):
+    *steps, figures = shell("steps", cwd=readme).stdout.splitlines()
+    assert len(steps) == 10 and "load Q" in steps[0] and "240 of 2560 hidden" in steps[2]
+    right, ours, plain = figures.split()
+    assert right == "True"
+    said = f"It moves {int(ours):,} bytes where attention spelled out operator by operator moves {int(plain):,}."
+    assert said in (ROOT / "README.md").read_text().replace("\n", " ")
 
 
 def test_the_readme_compares_schedules(readme):

@@ -82,8 +82,8 @@ def _sharding_pictures(demo: Demo) -> list[Any]:
                 memory_bars_figure(bars, f"memory of rank 0 of {RANKS} at the peak of a step"),
                 "From left to right: everything everywhere; optimizer states sharded; gradients, too; parameters, too; the "
                 "same in two groups; layers cut over 4 devices; what lies between the cut matrices by tokens, too; whole layers "
-                "over 4, in two schedules; sequences over 4; and layers computed again, whose peak comes in the optimizer's step. What "
-                "is left of parameters in zero3 are shards and the units in use just then.",
+                "over 4, in two schedules; sequences over 4; and layers computed again, whose peak comes in the optimizer's "
+                "step. What is left of parameters in zero3 are shards and the units in use just then.",
             ),
         ]
     sharded = next((s for s in demo.strategies.values() if s.strategy.options.get("zero") == 3), None)
