@@ -188,7 +188,7 @@ def _scaled_sources(sources, factors: dict[str, float]) -> dict[str, str]:
 
 
 def _positive(workload: Any, role: str, name: str) -> float:
-    value = getattr(workload, name, None)
+    value: Any = getattr(workload, name, None)
     good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0
     if not good:
         what = "is missing" if value is None else f"is {value!r}"
@@ -198,4 +198,4 @@ def _positive(workload: Any, role: str, name: str) -> float:
             field=f"{role}.{name}",
             value=value,
         )
-    return float(value)  # type: ignore[arg-type]
+    return float(value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 from emu.models import counting
 from emu.models.checks import ConfigError, check, check_count, check_width_divides
@@ -62,9 +63,9 @@ class Config:
     layers: int
     width: int
     heads: int
-    kv_heads: int = None  # type: ignore[assignment]  # filled in by __post_init__
-    head_dim: int = None  # type: ignore[assignment]
-    ffn: int = None  # type: ignore[assignment]
+    kv_heads: int = cast(int, None)  # filled in by __post_init__
+    head_dim: int = cast(int, None)
+    ffn: int = cast(int, None)
     vocab: int = 256
     seq: int = 64
     positions: Positions = "learned"

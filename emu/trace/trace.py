@@ -66,7 +66,7 @@ class Trace:
 
     def flops(self, rank: int, *phases: str) -> int:
         """Floating point operations that a rank executed, in the given phases (all of them by default)."""
-        return sum(e.flops for _, e in self.of(Kernel, rank=rank) if not phases or e.phase in phases)  # type: ignore[union-attr]
+        return sum(e.flops for e in self[rank] if isinstance(e, Kernel) and (not phases or e.phase in phases))
 
     def counts(self, rank: int) -> Counter[str]:
         """How often each kernel name, and each kind of collective, transfer and host copy, occurs on a rank."""
@@ -77,7 +77,7 @@ class Trace:
 
     def marks(self) -> list[str]:
         """The names that the first rank marked, in order."""
-        return [e.name for _, e in self.of(Mark, rank=self.ranks[0])] if self.events else []  # type: ignore[union-attr]
+        return [e.name for e in self[self.ranks[0]] if isinstance(e, Mark)] if self.events else []
 
     def window(self, start: str, end: str | None = None) -> Trace:
         """What every rank did from one mark up to another, or to the end.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -94,9 +94,9 @@ def frontier_figure(
             _name(axes, name, cost, unit_bytes, side, INK, bold=True)
         for name, (forwards, peak) in (measured or {}).items():
             at = 1 + forwards / (3 * layers)
-            look = {"color": CURVE_COLOURS[3], "markersize": 9, "markeredgewidth": 1.6, "zorder": 4}
+            look: Any = {"color": CURVE_COLOURS[3], "markersize": 9, "markeredgewidth": 1.6, "zorder": 4}
             label = "measured in a run" if name == next(iter(measured or {})) else None
-            axes.plot(at, peak / unit_bytes, "x", label=label, **look)  # type: ignore[arg-type]
+            axes.plot(at, peak / unit_bytes, "x", label=label, **look)
         low, high = axes.get_xlim()
         axes.set_xlim(min(low, 0.93), high * 1.12)
         axes.set_xticks([t for t in (1, 4 / 3, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64) if t < high * 1.12])
@@ -207,10 +207,10 @@ def checkpointing_growth_figure(
         }
         for i, (name, both) in enumerate(drawn.items()):
             colour, marker = COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]
-            look = {"color": colour, "marker": marker, "markersize": 5, "linewidth": 1.4, "label": name}
+            look: Any = {"color": colour, "marker": marker, "markersize": 5, "linewidth": 1.4, "label": name}
             for axes, values in zip((left, right), both):
                 if any(values):
-                    axes.plot(ordered, values, **look)  # type: ignore[arg-type]
+                    axes.plot(ordered, values, **look)
         for place, axes in enumerate((left, right)):
             _name_alike(axes, ordered, {name: both[place] for name, both in drawn.items()})
         for axes, about in (

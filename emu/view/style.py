@@ -10,7 +10,7 @@ import base64
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BytesIO
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -67,7 +67,7 @@ INK = "#222222"
 FAINT_INK = "#6b6b6b"
 DPI = 150
 NOTEBOOK_DPI = 100  # half the bytes: notebooks keep every picture they have shown
-_SETTINGS = {
+_SETTINGS: Any = {
     "font.family": "DejaVu Sans",
     "font.size": 9.0,
     "axes.titlesize": 10.5,
@@ -100,7 +100,7 @@ def drawing() -> Iterator[None]:
 
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
-        matplotlib.rcParams.update(_SETTINGS)  # type: ignore[arg-type]
+        matplotlib.rcParams.update(_SETTINGS)
         yield
 
 

@@ -76,9 +76,10 @@ class Chain:
             )
         call.writes = written(buffers)
         piece.calls.append(call)
-        if (result := first_tensor(out)) is not None:
+        result: Any = first_tensor(out)
+        if result is not None:
             end = Link(self, weakref.ref(piece), len(piece.calls), i, result._version, RandomState.now())
-            result._emu_link = end  # type: ignore[attr-defined]
+            result._emu_link = end
         return out
 
     def _piece(self, i: int, segment: Segment, x: Tensor, link: Link | None) -> Piece:

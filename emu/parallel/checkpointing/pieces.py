@@ -88,7 +88,9 @@ class Call:
         args, kwargs = self._arguments.again(x)
         given_back = nullcontext() if self.results is None else self.results.given_back()
         with unremembered(self.layer, self.writes), given_back:
-            return first_tensor(self._run(*args, **kwargs))  # type: ignore[return-value]
+            found = first_tensor(self._run(*args, **kwargs))
+        assert found is not None  # as the first time
+        return found
 
     def fill(self, x: Tensor) -> Tensor:
         """The same, and what it saved is there again."""

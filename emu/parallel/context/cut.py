@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -41,7 +42,7 @@ class Cut:
     length: int
     documents: Tensor | None = None
     ulysses: int = 1
-    ring: Cut = field(default=None, repr=False)  # type: ignore[assignment]
+    ring: Cut = field(default=cast("Cut", None), repr=False)
     _tokens: tuple[Tokens, ...] = field(default=(), repr=False)
     _blocks: dict[tuple[str, int, int], Block] = field(default_factory=dict, repr=False)
 
