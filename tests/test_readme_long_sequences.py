@@ -111,7 +111,7 @@ def test_what_is_refused_is_refused():
         x = torch.ones(1, 4, 2)
         return DataParallel(Deaf(), rank, "cp").backward(emu.Batch(x, x, tokens=4))
 
-    with pytest.raises(EmuError, match="never called mask[.]attend"):
+    with pytest.raises(EmuError, match=r"never called mask\.attend"):
         emu.launch(program, emu.Mesh(cp=2))
 
 
