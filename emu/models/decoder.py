@@ -172,12 +172,13 @@ class Decoder(nn.Module):
         Returns:
             A scalar, in float32 at least; None where there is nothing to balance.
         """
-        total, counted = None, labels != IGNORED
+        total, counted = None, None
         for block in self.blocks:
             moe = getattr(block, "moe", None)
             if moe is None or moe.balance_loss is None:
                 continue
             each, moe.balance_loss = moe.balance_loss, None  # [batch], [1]; it holds on to its forward's graph
+            counted = labels != IGNORED if counted is None else counted
             # One term a label, as of the cross-entropy, so that parts of a sequence add up as parts of a batch do.
             part = ((each * self.config.balance).unsqueeze(-1) * counted).sum()
             total = part if total is None else total + part  # layer by layer, so that layers may lie apart

@@ -105,7 +105,7 @@ def _with_loss_sum() -> Any:
         mask: Any = options.get("who_sees_whom")
         if hasattr(mask, "attend"):
             return mask.attend(q, k, v, options.get("scaling")).transpose(1, 2).contiguous(), None
-        if q.is_meta:  # torch would spell the softmax out, for want of a kernel on no device
+        if q.is_meta and rest[0] is None:  # torch would spell the softmax out, for want of a kernel on no device
             kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
             mixed = kernel(q, k, v, options.get("dropout", 0.0), True, scale=options.get("scaling"))[0]
             return mixed.transpose(1, 2).contiguous(), None
@@ -119,6 +119,11 @@ def _with_loss_sum() -> Any:
         def __init__(self, config: LlamaConfig):
             super().__init__(config)
             self.loss = CrossEntropy()
+            if config._attn_implementation == "sdpa":
+                own = copy.copy(config)  # of attention alone: it is the same in whatever computes a layer again
+                own._attn_implementation = UNMASKED
+                for layer in self.model.layers:
+                    layer.self_attn.config = own
 
         def loss_sum(self, x: Tensor, y: Tensor, positions: Tensor | None = None, mask: Any = None) -> Tensor:
             """The sum of the cross-entropies of all labels that are not -100, in nats.

@@ -53,6 +53,7 @@ COMMUNICATION_PAINTS = {
     "scatter": Paint("#8f7a52", "\\\\"),
     "send": Paint("#6fc2a8", "...."),
     "recv": Paint("#a9dccb", "...."),
+    "ring_shift": Paint("#7f9fd6", "||"),
     "barrier": Paint("#f2f2f2", "xx"),
     "to_host": Paint("#9aa5b1", "\\\\"),
     "from_host": Paint("#cdd6df", "////"),

@@ -29,6 +29,10 @@ METRICS = {
     "bubble_fraction": ("bubble", "share of the step that stages idle"),
     "bubble_ratio": ("bubble, of the ideal", "idle time of stages over their work"),
     "comm_bytes": ("bytes sent", "over links, by the rank that sends most"),
+    "host_copy_s": ("host copies", "time that the link to the host is busy, busiest rank"),
+    "exposed_host_copy_s": ("exposed host copies", "the part of it that no kernel hides"),
+    "host_copy_bytes": ("bytes to and from the host", "by the rank that copies most"),
+    "peak_host_bytes": ("host memory", "the most that waits there at once, fullest rank"),
     "peak_hbm_bytes": ("peak memory", "the most that tensors hold at once, fullest rank"),
     "reserved_hbm_bytes": ("reserved memory", "what the allocator holds for it"),
     "fits": ("fits", "whether the peak is below the chip's memory"),
@@ -153,6 +157,8 @@ def _as_dict(metrics: Any) -> Mapping[str, Any]:
 def _values(metrics: Any) -> dict[tuple[str, str], str]:
     """(name, meaning) -> value as text, in the table's order; what METRICS does not know comes last under its own name."""
     given = _as_dict(metrics)
+    if not given.get("host_copy_bytes"):  # nobody copies: no rows of zeros
+        given = {key: value for key, value in given.items() if "host" not in key}
     out: dict[tuple[str, str], str] = {}
     for key in (*METRICS, *(key for key in given if key not in METRICS)):
         value = given.get(key)

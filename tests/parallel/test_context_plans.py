@@ -176,7 +176,11 @@ def test_a_stock_llama_s_sequences_are_cut():
         max_position_embeddings=16,
         eos_token_id=2,
     )
-    for mesh, more in (("dp=2,cp=2", {"zero": 3}), ("cp=2,tp=2", {"sp": True}), ("pp=2,cp=2", {"microbatches": 2})):
+    for mesh, more in (
+        ("dp=2,cp=2", {"zero": 3}),
+        ("cp=2,tp=2", {"sp": True, "checkpoint": "full"}),
+        ("pp=2,cp=2", {"microbatches": 2}),
+    ):
         plan = emu.Plan(mesh, global_batch=3, seq=13, **more)
         assert emu.verify(lambda: llama(config), plan, mutants="none").equivalent, mesh
 
