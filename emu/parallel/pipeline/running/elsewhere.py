@@ -57,10 +57,10 @@ class Elsewhere(Tensor):
                 return _marked(torch.empty_strided(*like[:2], dtype=like[2], device="meta"), one)
             first = "torch._dynamo" not in sys.modules
             out = func(*_on_meta(args), **_on_meta(kwargs))
-            if (
-                first and "torch._dynamo" in sys.modules
-            ):  # imported by torch, it leaves this call's frames in a cycle, which
-                gc.collect()  # would hold on to the program's tensors: a first run would free them later than others
+            if first and "torch._dynamo" in sys.modules:
+                # Imported by torch, it leaves this call's frames in a cycle, which would hold on to the program's tensors: a
+                # first run would free them later than others.
+                gc.collect()
             if type(out) is Tensor:
                 if len(_likes) >= MOST:
                     _likes.clear()
