@@ -192,17 +192,21 @@ def test_a_run_of_shapes_has_the_same_trace(kind, documents, dtype):
     assert first_difference(run(case).trace, other) is not None
 
 
-def test_autocast_is_that_of_torchs_attention():
-    case = Case("zigzag", 2, 16, dtype=torch.float32)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_autocast_is_that_of_torchs_attention(dtype):
+    """It leaves float64 alone."""
+    case = Case("zigzag", 2, 16, kv_heads=2, group=1, dtype=dtype)
     tensors = case.tensors()
 
     def mixed(rank):
         group, cut = rank.group("cp"), case.cut()
         q, k, v, _ = (cut.own(x, group.rank, 2) for x in tensors)
         with torch.autocast("cpu", torch.bfloat16):
-            return attention(q, k, v, cut, group, rank)
+            right = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+            return attention(q, k, v, cut, group, rank).dtype, right.dtype
 
-    assert all(out.dtype == torch.bfloat16 for out in emu.launch(mixed, emu.Mesh(cp=2)).results)
+    right = torch.float64 if dtype == torch.float64 else torch.bfloat16
+    assert emu.launch(mixed, emu.Mesh(cp=2)).results == [(right, right)] * 2
 
 
 def _attends(

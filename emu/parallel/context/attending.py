@@ -39,8 +39,8 @@ def attention(
         PlanError: more ranks that exchange heads than there are heads.
     """
     device = "cpu" if q.is_meta else q.device.type
-    if torch.is_autocast_enabled(device):  # as torch's own attention
-        q, k, v = (x.to(torch.get_autocast_dtype(device)) for x in (q, k, v))
+    if torch.is_autocast_enabled(device):  # as torch's own attention: it leaves float64 alone
+        q, k, v = (x if x.dtype == torch.float64 else x.to(torch.get_autocast_dtype(device)) for x in (q, k, v))
     _check(q, k, v, cut, group)
     with torch.autocast(device, enabled=False):
         return _Attention.apply(q, k, v, Place(cut, group, rank, scale))
