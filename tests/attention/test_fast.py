@@ -41,6 +41,21 @@ def test_the_kernel_and_the_spelled_out_way_agree(rectangle):
         assert error(a, b) < FLOAT64
 
 
+@pytest.mark.parametrize("scale", [0.0, -0.0, -0.5, 1e-300])
+@pytest.mark.parametrize("causal", [True, False])
+def test_scales_at_which_the_kernel_breaks_are_spelled_out(scale, causal):
+    """1e-300 is 0 in float32. Negative control: the kernel gives nan."""
+    q, k, v, grad = torch.randn(4, 1, 2, 6, 4)
+    right = spelled.forward(q, k, v, causal, None, scale)
+    back = spelled.backward(grad, q, k, v, *right, causal, None, scale)
+    assert all(x.isfinite().all() for x in (*right, *back))
+    assert all(torch.equal(a, b) for a, b in zip(fast.forward(q, k, v, causal, None, scale), right))
+    ours = fast.backward(grad, q, k, v, *right, causal, None, scale)
+    assert all(torch.equal(a, b) for a, b in zip(ours, back))
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    assert kernel(q, k, v, 0.0, causal, scale=scale)[0].isnan().any() == causal
+
+
 @given(rectangles())
 def test_the_spelled_out_way_is_what_autograd_gives(rectangle):
     q, k, v, causal, mask, scale, grad = rectangle

@@ -66,6 +66,40 @@ def test_scale_and_rows_of_zero_width(kind):
     assert [tuple(empty[i].shape) for i in range(4)] == [(0, 4, n, 4) for n in case.cut().sizes]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("scale", [0.0, -0.0, -0.5, -3.0])
+@pytest.mark.parametrize("documents", [None, (5, 20)])
+def test_scales_that_are_not_above_zero(kind, documents, scale):
+    """Hidden keys stay hidden, though -inf times such a scale is nan or inf; gradients are right too."""
+    case = Case(kind, 4, 13, documents=documents)
+    *inputs, grad = case.tensors()
+    cut = case.cut()
+
+    def scaled(rank):
+        group = rank.group("cp")
+        own = [cut.own(x, group.rank, 2).clone().requires_grad_() for x in inputs]
+        out = attention(*own, cut, group, rank, scale)
+        out.backward(cut.own(grad, group.rank, 2))
+        return [out.detach(), *(x.grad for x in own)]
+
+    results = emu.launch(scaled, emu.Mesh(cp=4)).results
+    found = [cut.joined([results[i][j] for i in range(4)], 2) for j in range(4)]
+    # The same scores by a scale above zero.
+    scaled_q = (inputs[0] * scale).requires_grad_()
+    leaves = [scaled_q, *(x.clone().requires_grad_() for x in inputs[1:])]
+    numbers = torch.zeros(1, 13) if documents is None else case.numbers()
+    seen = torch.ones(13, 13, dtype=torch.bool).tril() & (numbers[:, None, :, None] == numbers[:, None, None, :])
+    out = torch.nn.functional.scaled_dot_product_attention(*leaves, attn_mask=seen, scale=1.0, enable_gqa=True)
+    dq, dk, dv = torch.autograd.grad(out, leaves, grad)
+    assert all(torch.allclose(a, b, 0, FLOAT64) for a, b in zip(found, [out.detach(), dq * scale, dk, dv]))
+
+
+@pytest.mark.parametrize("scale", [math.inf, -math.inf, math.nan])
+def test_a_scale_that_is_no_finite_number_is_refused(scale):
+    with pytest.raises(EmuError, match=f"scale {scale} of scores"):
+        _attends(scale=scale)
+
+
 # Wrong variants, each seen.
 
 
@@ -210,11 +244,18 @@ def test_autocast_is_that_of_torchs_attention(dtype):
 
 
 def _attends(
-    q=(1, 4, 8, 4), k=(1, 2, 8, 4), length=16, cut_ranks=2, documents=None, kind="zigzag", dtype=torch.float32
+    q=(1, 4, 8, 4),
+    k=(1, 2, 8, 4),
+    length=16,
+    cut_ranks=2,
+    documents=None,
+    kind="zigzag",
+    dtype=torch.float32,
+    scale=None,
 ):
     def misused(rank):
         cut = make_cut(kind, length, cut_ranks, documents)
-        attention(torch.zeros(q), torch.zeros(k, dtype=dtype), torch.zeros(k), cut, rank.group("cp"), rank)
+        attention(torch.zeros(q), torch.zeros(k, dtype=dtype), torch.zeros(k), cut, rank.group("cp"), rank, scale)
 
     emu.launch(misused, emu.Mesh(cp=2), backend="virtual")
 

@@ -8,6 +8,8 @@ What was found of torch's CPU kernel (2.13, float32 and float64), and what is do
 * a query that sees no key gets output 0, which is right, and log-sum-exp 0, which is not: it is set to -inf here. Where
   only a mask hides keys that is known beforehand; where scores themselves are -inf, the host has to look;
 * going back, exp(-inf - -inf) is nan, so such a row's log-sum-exp must come in as +inf;
+* is_causal hides scores by -inf before it scales them, in the queries' dtype: a scale of 0 (there) makes them nan, one
+  below 0 inf. Such scales are spelled out;
 * without queries, keys or heads it divides by zero and takes the process down;
 * with 16-bit inputs it rounds each result to 16 bits. Callers widen inputs to float32.
 """
@@ -34,7 +36,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None, 
         mask: [rows or 1, queries, keys] bool, True where a key is seen.
         scale: of the scores.
     """
-    if not _has_kernel(q, k):
+    if not _has_kernel(q, k, scale):
         return spelled.forward(q, k, v, causal, mask, scale)
     q, k, v = (_dense(x) for x in (q, k, v))
     bias = _bias(mask, q)
@@ -63,7 +65,7 @@ def backward(
         grad, out, lse: of the whole rows of these queries; lse +inf for a row that sees no key in any rectangle.
         q, k, v, causal, mask, scale: as for forward().
     """
-    if not _has_kernel(q, k):
+    if not _has_kernel(q, k, scale):
         return spelled.backward(grad, q, k, v, out, lse, causal, mask, scale)
     grad, q, k, v, out, lse = (_dense(x) for x in (grad, q, k, v, out, lse))
     dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -81,8 +83,9 @@ def backward(
     return dq, dk, dv
 
 
-def _has_kernel(q: Tensor, k: Tensor) -> bool:
-    return q.device.type in ("cpu", "meta") and q.numel() > 0 and k.numel() > 0
+def _has_kernel(q: Tensor, k: Tensor, scale: float) -> bool:
+    usual = scale >= torch.finfo(q.dtype).tiny
+    return usual and q.device.type in ("cpu", "meta") and q.numel() > 0 and k.numel() > 0
 
 
 def _dense(x: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -29,19 +30,24 @@ def attention(
         cut: of the sequences over the group, made by make_cut.
         group: the ranks that share the sequences.
         rank: this rank.
-        scale: of the scores; None: 1 / sqrt(head_dim).
+        scale: of the scores, any finite number; None: 1 / sqrt(head_dim).
 
     Returns:
         [batch, heads, n, head_dim], in the dtype of q.
 
     Raises:
-        EmuError: tensors that do not fit each other, the cut or the group.
+        EmuError: tensors that do not fit each other, the cut or the group; a scale that is inf or nan.
         PlanError: more ranks that exchange heads than there are heads.
     """
     device = "cpu" if q.is_meta else q.device.type
     if torch.is_autocast_enabled(device):  # as torch's own attention: it leaves float64 alone
         q, k, v = (x if x.dtype == torch.float64 else x.to(torch.get_autocast_dtype(device)) for x in (q, k, v))
     _check(q, k, v, cut, group)
+    if scale is not None and not math.isfinite(scale):
+        raise EmuError(
+            f"a scale {scale} of scores makes every weight nan",
+            "give a finite scale, or None for 1 / sqrt(head_dim)",
+        )
     with torch.autocast(device, enabled=False):
         return _Attention.apply(q, k, v, Place(cut, group, rank, scale))
 
