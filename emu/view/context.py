@@ -53,6 +53,8 @@ def ring_figure(cut: Cut, row: int = 0, width: float = 10.0, title: str | None =
 
     check_cuts([cut])
     rows = 1 if cut.documents is None else len(cut.documents)
+    if not rows:
+        raise ValueError("the cut's documents have no rows, so there is none to draw: make the cut of one row or more")
     if not 0 <= row < rows:
         raise ValueError(f"there is no row {row} among {rows}: give one from 0 to {rows - 1}")
     shares = ring_of(cut)

@@ -223,6 +223,10 @@ def test_what_cannot_be_drawn_is_refused():
         ring_figure("ring")
     with pytest.raises(ValueError, match="no row 1 among 1"):
         ring_figure(cut, row=1)
+    empty = make_cut("ring", 8, 2, torch.zeros(0, 8, dtype=torch.int64))
+    for row in (0, 1):
+        with pytest.raises(ValueError, match="documents have no rows, so there is none to draw"):
+            ring_figure(empty, row=row)
     run = emu.launch(lambda rank: rank.group("dp").all_reduce(torch.ones(1)), emu.Mesh(dp=2))
     with pytest.raises(ValueError, match="no kernel of attention across ranks"):
         attended_work_figure(cut, run)
