@@ -38,7 +38,7 @@ class _InPlace:
     """Gives back what is still there."""
 
     def __init__(self, x: Tensor) -> None:
-        self.alias = _alias(x)
+        self.alias = alias(x)
 
     def __call__(self) -> Tensor:
         return self.alias
@@ -114,7 +114,7 @@ class Kept:
         value = self._handle()
         if self._stays and value._version != self._version:
             raise overwritten(self.where)
-        return _alias(value).requires_grad_(self.learns)
+        return alias(value).requires_grad_(self.learns)
 
 
 def overwritten(where: str) -> EmuError:
@@ -124,9 +124,16 @@ def overwritten(where: str) -> EmuError:
     )
 
 
-def _alias(x: Tensor) -> Tensor:
-    with torch._C._DisableTorchDispatch():  # no part of the program
+def alias(x: Tensor) -> Tensor:
+    """The same values; writes into it are counted together with those into x."""
+    with torch._C._DisableTorchDispatch(), counting():  # no part of the program
         return x.detach()
+
+
+def counting() -> Any:
+    """Within it views count writes with what they are views of, below autograd, too, where torch would count them apart."""
+    torchs: Any = torch._C
+    return torchs._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False)
 
 
 class Arguments:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from emu.parallel.checkpointing.keeping import Keep, Kept, from_here
+from emu.parallel.checkpointing.keeping import Keep, Kept, alias, from_here
 from emu.parallel.checkpointing.surroundings import RandomState
 from emu.spmd import EmuError, PlanError
 
@@ -89,7 +89,8 @@ class _Noting(TorchDispatchMode):
         results, name = self._results, func._schema.name
         if name in results.operators:
             draws = torch.Tag.nondeterministic_seeded in func.tags
-            kept = _each(out, lambda t: Kept(t, results.keep, f"a result of {name} in {results.where}"))
+            # What is kept is never the result itself, which is yet to get its place in the graph that holds on to this.
+            kept = _each(out, lambda t: Kept(alias(t), results.keep, f"a result of {name} in {results.where}"))
             results.noted.append(_Result(name, kept, RandomState.now() if draws else None))
         return out
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from emu.parallel.checkpointing.keeping import alias, counting
 from emu.spmd import EmuError, HostCopy
 
 
@@ -22,9 +23,8 @@ class Luggage:
     __slots__ = ("__weakref__", "_flat", "_own", "copy", "version")
 
     def __init__(self, x: Tensor) -> None:
-        flat = _alias(x)
-        with torch._C._DisableTorchDispatch():
-            self._flat: Tensor | None = flat.as_strided((_length(x),), (1,), 0)
+        with torch._C._DisableTorchDispatch(), counting():
+            self._flat: Tensor | None = x.detach().as_strided((_length(x),), (1,), 0)
         self._own = True  # whether _flat is what was saved, into which the program may still write
         self.copy: HostCopy | None = None
         self.version = 0  # of what was copied
@@ -88,7 +88,7 @@ class Seat:
 
     def __init__(self, x: Tensor, where: str, opened: Callable[[], None]) -> None:
         self.where, self.opened = where, opened
-        self._tensor = x if x.grad_fn is None else _alias(x)  # or its graph would keep itself alive
+        self._tensor = x if x.grad_fn is None else alias(x)  # or its graph would keep itself alive
         self._version = x._version
 
     def tensor(self) -> Tensor:
@@ -130,11 +130,6 @@ def overwritten(where: str) -> EmuError:
         f"a tensor that the backward of {where} needs was overwritten in place since its forward",
         "write elsewhere (x = x + y, not x += y; inplace=False); step the optimizer after backward",
     )
-
-
-def _alias(x: Tensor) -> Tensor:
-    with torch._C._DisableTorchDispatch():  # no part of the program
-        return x.detach()
 
 
 def _length(x: Tensor) -> int:
