@@ -168,6 +168,25 @@ def test_a_length_that_is_known_spares_the_host_a_wait():
     assert with_it == 0 < without
 
 
+@pytest.mark.parametrize(("over", "rows", "seq"), [("sequence", 2, 0), ("batch", 2, 0), ("batch", 0, 3)])
+@pytest.mark.parametrize("top_k", [1, 2, 3])
+def test_where_there_are_no_tokens_the_balance_loss_is_0_as_on_one_device(over, rows, seq, top_k):
+    """Nothing over nothing would be nan."""
+
+    def program(rank):
+        balance = Balance(over)
+        become_shared_balance(balance, rank.group("tp"))
+        probabilities = torch.zeros(rows, seq, 4, requires_grad=True)
+        loss = balance(probabilities, torch.zeros(rows, seq, top_k, dtype=torch.int64))
+        loss.sum().backward()
+        return loss.detach(), probabilities.grad
+
+    ((right, _),) = emu.launch(program, emu.Mesh(tp=1)).results
+    assert not right.any()
+    for loss, grad in emu.launch(program, emu.Mesh(tp=2)).results:
+        assert torch.equal(loss, right) and grad.shape == (rows, seq, 4)
+
+
 def test_sequences_that_nobody_cuts_are_left_to_the_plain_module():
     def program(rank):
         model = made("sequence", capacity=1.0).case.model()
