@@ -45,7 +45,7 @@ def attention(
     _check(q, k, v, cut, group)
     if scale is not None and not math.isfinite(scale):
         raise EmuError(
-            f"a scale {scale} of scores makes every weight nan",
+            f"a scale {scale} of scores is no finite number: weights would be nan",
             "give a finite scale, or None for 1 / sqrt(head_dim)",
         )
     with torch.autocast(device, enabled=False):
