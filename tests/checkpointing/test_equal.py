@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from emu.parallel.checkpointing import Policy, checkpointed, pieces, surroundings
+from emu.parallel.checkpointing import Policy, checkpointed, remembered, surroundings
 
 from .models import KINDS, NAMED, WIDTH, Mlp, Model, both, orders, policies, step
 
@@ -231,7 +231,7 @@ def test_without_the_random_numbers_gradients_are_others(policy, monkeypatch):
 
 
 def test_statistics_counted_twice_are_seen(monkeypatch):
-    monkeypatch.setattr(pieces, "unremembered", lambda *_: nullcontext())
+    monkeypatch.setattr(remembered.Memory, "back", lambda _: nullcontext())
     plain, changed = both(["statistics"] * 3, "full")
     assert not changed.same(plain)
     assert changed._replace(buffers=plain.buffers).same(plain)

@@ -20,7 +20,7 @@ from emu.parallel.checkpointing.keeping import Arguments, Keep, Kept
 from emu.parallel.checkpointing.operators import Results
 from emu.parallel.checkpointing.pieces import Call, Link, Piece, Start, first_tensor
 from emu.parallel.checkpointing.policy import Policy, Segment
-from emu.parallel.checkpointing.surroundings import RandomState, counted, written
+from emu.parallel.checkpointing.surroundings import RandomState
 from emu.spmd import EmuError
 
 
@@ -61,10 +61,10 @@ class Chain:
             random = None if link.random.same(now) else now
         frame = Frame(name, piece.compute)
         arguments = Arguments(args, kwargs, self.keep, name, but=x)
-        call = Call(layer, run, arguments, frame, random)
+        call = Call(layer, run, arguments, frame, random, x.device.type)
         if not piece.calls:
             piece.learns = x.requires_grad
-        version, buffers = x._version, counted(layer)
+        version = x._version
         if self.operators:
             call.results = Results(self.operators, self.keep, name)
         with frame.empty(), nullcontext() if call.results is None else call.results.noting():
@@ -74,7 +74,7 @@ class Chain:
                 f"{name} writes into its input in place, which may be kept to compute it again from",
                 "let it write elsewhere (x = x + y, not x += y; inplace=False), or leave that layer out of checkpointing",
             )
-        call.writes = written(buffers)
+        call.over()
         piece.calls.append(call)
         result: Any = first_tensor(out)
         if result is not None:
@@ -94,14 +94,14 @@ class Chain:
                 return before
             if before.segment is not segment and not own:
                 before.followed = True
-                return Piece(segment, None, before, x.device.type)
+                return Piece(segment, None, before)
         begins = i == 0 or x.is_leaf or (own and i == segment.start)
         # As good as a beginning: nothing before is needed any more, or a segment's first layer was left out.
         begins = begins or (intact and (before is None or (own and before.segment is not segment)))
         if not begins:
             raise self._no_chain(i, x, link)
         start = Start(Kept(x, self.keep, f"the input of {self.names[i]}"), RandomState.now())
-        return Piece(segment, start, None, x.device.type)
+        return Piece(segment, start, None)
 
     def _no_chain(self, i: int, x: Tensor, link: Link | None) -> EmuError:
         name, policy = self.names[i], self.policy.name

@@ -15,7 +15,8 @@ from emu.parallel.checkpointing.frames import Frame
 from emu.parallel.checkpointing.keeping import Arguments, Kept, after_backward
 from emu.parallel.checkpointing.operators import Results
 from emu.parallel.checkpointing.policy import Segment
-from emu.parallel.checkpointing.surroundings import RandomState, as_it_was, autocasts, unremembered
+from emu.parallel.checkpointing.remembered import Before, Memory
+from emu.parallel.checkpointing.surroundings import RandomState, autocast_as, autocasts, undrawn
 from emu.spmd import EmuError
 
 
@@ -48,6 +49,7 @@ class Call:
         arguments: but for the activations.
         frame: what it saves.
         random: the generators before it, where they are not what the layer before left; None: they are.
+        device: the kind that it runs on.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class Call:
         arguments: Arguments,
         frame: Frame,
         random: RandomState | None,
+        device: str,
     ) -> None:
         self.layer, self._run, self._arguments, self._random = layer, run, arguments, random
         self.where = frame.where
@@ -64,11 +67,18 @@ class Call:
         self._training = layer.training
         self._versions = _versions(layer)
         self.results: Results | None = None  # of operators that do not run again
-        self.writes: list[nn.Module] = []  # parts that write into their buffers
+        self._before: Before | None = Before(layer, frame.where)
+        self._memory: Memory | None = None
+        self._autocast = autocasts(device)
 
     @property
     def frame(self) -> Frame | None:
         return self._frame()
+
+    def over(self) -> None:
+        """The first call is over."""
+        assert self._before is not None
+        self._memory, self._before = self._before.after(), None
 
     def again(self, x: Tensor) -> Tensor:
         """The layer's output once more."""
@@ -87,9 +97,14 @@ class Call:
             self._random.set()
         args, kwargs = self._arguments.again(x)
         given_back = nullcontext() if self.results is None else self.results.given_back()
-        with unremembered(self.layer, self.writes), given_back:
+        assert self._memory is not None
+        with self._memory.back(), autocast_as(self._autocast), given_back:
             found = first_tensor(self._run(*args, **kwargs))
-        assert found is not None  # as the first time
+        if found is None:
+            raise EmuError(
+                f"{self.where} returns no tensor of activations, from which layers after it could be computed again",
+                "let it return its activations, or a tuple with these first",
+            )
         return found
 
     def fill(self, x: Tensor) -> Tensor:
@@ -126,13 +141,12 @@ class Piece:
         before: the piece before; None where start is given.
     """
 
-    def __init__(self, segment: Segment, start: Start | None, before: Piece | None, device: str) -> None:
+    def __init__(self, segment: Segment, start: Start | None, before: Piece | None) -> None:
         self.segment, self._start, self._before = segment, start, before
         self._passing: Start | None = None  # kept within a backward
         self.followed = False  # whether there is a piece after it
         self.learns = False  # whether its first layer's input has a gradient
         self.calls: list[Call] = []
-        self._autocast = autocasts(device)
 
     def compute(self) -> None:
         """Runs the segment's layers again, and fills what they saved."""
@@ -142,7 +156,7 @@ class Piece:
             way.append(way[-1]._before)
         begin = way[-1]._nearest
         assert begin is not None
-        with as_it_was(self._autocast):
+        with undrawn():
             begin.random.set()
             x = begin.x.again()
             with torch.no_grad():
@@ -188,6 +202,6 @@ def in_backward(x: Tensor) -> Callable[[], Tensor]:
 
 def first_tensor(out: Any) -> Tensor | None:
     """A layer's activations: what it returns, or the first of it."""
-    if isinstance(out, tuple) and out:
+    if isinstance(out, (tuple, list)) and out:
         out = out[0]
     return out if isinstance(out, Tensor) else None

@@ -1,6 +1,4 @@
-"""What surrounds a forward: random numbers, autocast, and what modules remember. A second forward must find the same of the
-first two, and leave no trace in any.
-"""
+"""What surrounds a forward: random numbers and autocast. A second forward must find the same of both, and leave no trace."""
 
 from __future__ import annotations
 
@@ -9,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 
 class RandomState(NamedTuple):
@@ -54,50 +52,20 @@ def autocasts(device: str) -> tuple[tuple[Autocast, ...], bool]:
 
 
 @contextmanager
-def as_it_was(autocast: tuple[tuple[Autocast, ...], bool]) -> Iterator[None]:
-    """Within it autocast does what it did; random numbers go on afterwards as if nothing had been drawn."""
-    before = RandomState.now()
-    try:
-        with ExitStack() as stack:
-            each, cache = autocast
-            for one in each:
-                stack.enter_context(torch.autocast(one.device, one.dtype, one.on, cache))
-            yield
-    finally:
-        before.set()
-
-
-def counted(module: nn.Module) -> list[tuple[nn.Module, list[int]]]:
-    """The parts of a module that have buffers, and how often each of these was written."""
-    return [
-        (part, [b._version for b in part._buffers.values() if b is not None])
-        for part in module.modules()
-        if part._buffers
-    ]
-
-
-def written(before: list[tuple[nn.Module, list[int]]]) -> list[nn.Module]:
-    """The parts whose buffers were written since, as batch norms' statistics are."""
-    return [
-        part for part, versions in before if versions != [b._version for b in part._buffers.values() if b is not None]
-    ]
+def autocast_as(autocast: tuple[tuple[Autocast, ...], bool]) -> Iterator[None]:
+    """Within it autocast does what it did."""
+    with ExitStack() as stack:
+        each, cache = autocast
+        for one in each:
+            stack.enter_context(torch.autocast(one.device, one.dtype, one.on, cache))
+        yield
 
 
 @contextmanager
-def unremembered(module: nn.Module, writes: list[nn.Module]) -> Iterator[None]:
-    """Within it a module may be called; afterwards its parts remember what they did before.
-
-    Args:
-        writes: the parts that write into their buffers in place.
-    """
-    attributes = [(vars(part), dict(vars(part))) for part in module.modules()]
-    buffers = [(part._buffers, dict(part._buffers)) for part in module.modules() if part._buffers]
-    for part in writes:
-        with torch.no_grad():
-            part._buffers.update({name: None if b is None else b.clone() for name, b in part._buffers.items()})
+def undrawn() -> Iterator[None]:
+    """Random numbers go on afterwards as if nothing had been drawn within."""
+    before = RandomState.now()
     try:
         yield
     finally:
-        for now, was in (*attributes, *buffers):
-            now.clear()
-            now.update(was)
+        before.set()
