@@ -105,7 +105,7 @@ def verify(
 
     verdict = check(program, mesh, reference, tier=tier, mutants=mutants, progress=progress)
     verdict = replace(verdict, without_gradient=list({**idle, **dict.fromkeys(verdict.without_gradient)}))
-    if not verdict.equivalent and (hint := _cause(made, mesh, data)):
+    if not verdict.equivalent and (hint := _cause(made, mesh, data, "only by rounding" in verdict.why)):
         verdict = replace(verdict, why="\n  hint: ".join([verdict.why.partition("\n  hint: ")[0], hint]))
     return verdict
 
@@ -116,11 +116,16 @@ def _copied(module: nn.Module) -> nn.Module:
     return copy.deepcopy(module, {id(value): value.clone() for value in others if isinstance(value, Tensor)})
 
 
-def _cause(model: nn.Module, mesh: Mesh, data: Batch) -> str:
+def _cause(model: nn.Module, mesh: Mesh, data: Batch, rounding: bool) -> str:
     """What about the model itself keeps its pieces of a batch from agreeing with the whole, and what to do; "" if nothing."""
     if _is_mean(copy.deepcopy(model).to(torch.get_default_dtype()), data):
         return (
             "loss_sum returns a mean (a batch twice as long has the same loss): return the sum over labels that count"
+        )
+    if mesh.axes.get("cp", 1) > 1 and not rounding:
+        return (
+            "under cp a rank has some tokens of each sequence: let every layer use the positions and call mask.attend that "
+            "loss_sum is given, and nothing else look at neighbouring tokens"
         )
     if mesh.size > 1 and (found := _local_statistics(model)):
         return (

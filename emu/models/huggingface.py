@@ -137,6 +137,10 @@ def _with_loss_sum() -> Any:
             Returns:
                 A scalar, in float32 at least.
             """
+            if not x.shape[1]:
+                raise ValueError(
+                    "llama: a sequence without tokens: stock attention cannot tell its heads. Give every rank some."
+                )
             if len(x) == 0:  # stock attention cannot see the number of heads in a batch without rows
                 x, y = x.new_zeros(1, x.shape[1]), y.new_full((1, y.shape[1]), self.loss.ignore_index)
             with _all_tokens_count(self.config):

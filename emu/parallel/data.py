@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from emu.parallel.batch import Batch, as_batch, check_model, checked_rank
+from emu.parallel.context.fitting import check_kind
 from emu.parallel.context.sequences import AXIS, Sequences
 from emu.parallel.gathering import Gathering
 from emu.parallel.grouping import BUCKET_BYTES
@@ -90,6 +91,7 @@ class DataParallel(Holding):
         self.model, self.rank, self.axes, self.zero, self.sharding = model, rank, axes, zero, sharding
         alone = sharding is not None and not axes  # every rank gets the whole batch
         self.group = rank.group(members=[rank.id], label="alone") if alone else rank.group(*axes)
+        check_kind(context)
         self.sequences = Sequences(model, rank, context) if AXIS in axes else None
         self.rows = self.group  # the ranks that the rows are cut over
         if self.sequences is not None:
@@ -121,6 +123,7 @@ class DataParallel(Holding):
         self._failed = False  # whether `backward` was left by an exception
         taken: Any = model
         taken.in_data_parallel = True  # so that nobody takes it for a plain one
+        taken.in_parts_of_sequences = self.sequences is not None and self.sequences.group.size > 1
 
     # A training step.
 

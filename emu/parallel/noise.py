@@ -75,6 +75,11 @@ class GradientNoise:
 
     def __init__(self, model: nn.Module, group: Group) -> None:
         uncut(model, "GradientNoise(model, group)")
+        if getattr(model, "in_parts_of_sequences", False):
+            raise EmuError(
+                "ranks along cp have parts of the same sequences, whose gradients are no small batches of their own",
+                "measure the noise on a mesh without cp: it is a property of the model and the data",
+            )
         self.group = group
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         if not self.parameters:

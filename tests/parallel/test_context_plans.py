@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -118,9 +119,46 @@ def test_a_model_that_attends_to_its_own_rank_s_tokens_alone_is_refused():
         emu.verify(lambda: Alone(SMALL), emu.Plan("cp=2", global_batch=2, seq=8), mutants="none")
 
 
+@pytest.mark.parametrize("mesh", ["pp=2,cp=2", "pp=2,dp=2,cp=2"])
+def test_stages_that_attend_to_their_own_tokens_alone_are_refused(mesh):
+    class Alone(Forgets):
+        forgets = "mask"
+
+    config = Config(2, 8, 4, 2, ffn=8, vocab=11, seq=9, positions="rotary", norm="rms")
+    with pytest.raises(EmuError, match=r"never called mask\.attend"):
+        emu.verify(lambda: Alone(config), emu.Plan(mesh, global_batch=2, seq=8, microbatches=2), mutants="none")
+
+
+class Half(torch.nn.Module):
+    """A model that attends across ranks, and then to this rank's tokens alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.q = torch.nn.Linear(4, 4)
+
+    def loss_sum(self, x, y, positions=None, mask=None):
+        q = self.q(x)[:, None]
+        q = mask.attend(q, q, q, None)
+        return F.scaled_dot_product_attention(q, q, q, is_causal=True).sum()
+
+
 class Plain(torch.nn.Module):
     def loss_sum(self, x, y):
         return x.sum()
+
+
+def loss(model, *axes, seq=8, **options):
+    """A program that computes a loss."""
+    x = torch.arange(2 * seq).view(2, seq) % 5
+
+    def program(rank):
+        dist = emu.DataParallel(model(), rank, *axes, **options)
+        return dist.backward(emu.Batch(x, x, tokens=2 * seq))
+
+    return program
+
+
+MOE = {"experts": 4, "ffn": 8, "vocab": 11, "seq": 9}
 
 
 @pytest.mark.parametrize(
@@ -136,6 +174,16 @@ class Plain(torch.nn.Module):
             lambda rank: emu.parallel.DataParallel(Decoder(SMALL), rank, "cp").loss_sum(torch.zeros(3), torch.zeros(3)),
             "no sequences to cut over 'cp'",
         ),
+        (
+            lambda rank: emu.DataParallel(Half(), rank, "cp").backward(
+                emu.Batch(torch.ones(2, 8, 4), torch.ones(2, 8, 4), 16)
+            ),
+            "calls scaled_dot_product_attention where it should call mask.attend",
+        ),
+        (loss(lambda: Decoder(Config(1, 8, 2, balance=0.1, **MOE)), "cp"), "balances experts over this rank's tokens"),
+        (loss(lambda: Decoder(Config(1, 8, 2, capacity=1.0, **MOE)), "cp"), "parts out of order"),
+        (loss(lambda: Decoder(SMALL), "cp", seq=10), "sequences of 10 tokens are longer than this model's 9"),
+        (loss(lambda: Decoder(SMALL), context="zig"), "context='zig'"),
     ],
 )
 def test_what_cannot_be_cut_is_said(make, said):
@@ -160,6 +208,45 @@ def test_a_plan_says_what_cannot_be(options, said):
 def test_ranks_that_exchange_heads_are_no_more_than_the_heads():
     with pytest.raises(PlanError, match=r"4.*8|8.*4"):
         verified({"cp": 8}, SMALL, {"context": "ulysses", "global_batch": 1, "seq": 8})
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"attn_implementation": "eager"}, "attention is 'eager'"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "depend on the length"),
+    ],
+)
+def test_a_stock_llama_that_looks_at_its_own_tokens_alone_is_refused(fields, said):
+    pytest.importorskip("transformers")
+    from emu.models.huggingface import llama
+
+    tiny = {
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "vocab_size": 11,
+    }
+    with pytest.raises(PlanError, match=said):
+        emu.verify(lambda: llama(**tiny, **fields), emu.Plan("cp=2", global_batch=1, seq=8), mutants="none")
+
+
+def test_packed_documents_need_tokens_with_values():
+    program = loss(lambda: Decoder(Config(1, 8, 2, vocab=11, seq=9, document_end=0)), "cp")
+    assert emu.launch(program, emu.Mesh(cp=2)).results
+    with pytest.raises(EmuError, match="documents without values"):
+        emu.launch(program, emu.Mesh(cp=2), backend="shape")
+
+
+def test_noise_is_not_measured_on_parts_of_sequences():
+    def program(rank):
+        model = Decoder(SMALL)
+        dist = emu.DataParallel(model, rank, "cp")
+        return emu.parallel.GradientNoise(model, dist.group)
+
+    with pytest.raises(EmuError, match="no small batches"):
+        emu.launch(program, emu.Mesh(cp=2))
 
 
 def test_a_stock_llama_s_sequences_are_cut():

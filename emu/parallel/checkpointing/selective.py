@@ -39,7 +39,7 @@ def checkpointed_modules(model: nn.Module, pattern: str = CORES, keep: Keep = in
         raise PlanError(
             f"{type(model).__name__} has no module {pattern!r} to compute again",
             "say the path of what attention does between its maps, with * for any characters: "
-            "checkpointed_modules(model, '*.attention.core'); or checkpoint whole layers: checkpoint=full",
+            "name its own: checkpointed_modules(model, '*.the_module_that_attends'); or checkpoint whole layers: checkpoint=full",
             field="checkpoint",
         )
     for path, _ in found:

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from inspect import signature
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from emu.parallel.context.attending import attention
-from emu.parallel.context.cut import KINDS, Cut, make_cut
-from emu.spmd import EmuError, Group, PlanError, Rank
+from emu.parallel.context.cut import Cut, make_cut
+from emu.parallel.context.fitting import check_kind, check_model
+from emu.spmd import EmuError, Rank
 
 
 class Attends:
     """What takes a mask's place in a model whose sequences are cut: attention across ranks."""
 
-    def __init__(self, cut: Cut, group: Group, rank: Rank) -> None:
-        self.cut, self.group, self.rank = cut, group, rank
-        self.used = False
+    def __init__(self, cut: Cut, sequences: Sequences) -> None:
+        self.cut, self._sequences = cut, sequences
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
         """Attention of this rank's queries to all that they may see.
@@ -32,8 +34,9 @@ class Attends:
         Returns:
             As q.
         """
-        self.used = True
-        return attention(q, k, v, self.cut, self.group, self.rank, scale)
+        of = self._sequences
+        of.attended = True
+        return attention(q, k, v, self.cut, of.group, of.rank, scale)
 
 
 AXIS = "cp"  # of the mesh, along which sequences are cut
@@ -52,31 +55,15 @@ class Sequences:
         kind: how attention crosses ranks, one of context.KINDS.
 
     Raises:
-        PlanError: no such kind, or a model that cannot be told positions or a mask.
+        PlanError: no such kind, or a model whose parts would see this rank's tokens alone: see fitting.py.
     """
 
     def __init__(self, model: Any, rank: Rank, kind: str) -> None:
-        if kind not in KINDS:
-            raise PlanError(f"context={kind!r}", f"use one of {', '.join(KINDS)}", field="context", nearest="zigzag")
-        takes = signature(model.loss_sum).parameters
-        if lacking := [name for name in ("positions", "mask") if name not in takes]:
-            raise PlanError(
-                f"{type(model).__name__}.loss_sum takes no {lacking[0]!r}: it would count positions from 0 on every rank, and "
-                "attend to this rank's tokens alone",
-                "let loss_sum(x, y, positions=None, mask=None) hand both to its layers, which call "
-                "mask.attend(q, k, v, scale) where they attend",
-                field="context",
-            )
-        for name, module in model.named_modules():
-            rate = getattr(getattr(module, "dropout", None), "p", 0.0) if name.endswith(".core") else 0.0
-            rate = rate or getattr(getattr(module, "config", None), "attention_dropout", 0.0)
-            if rate:
-                raise PlanError(
-                    f"{name or type(model).__name__} drops attention weights, which attention across ranks never writes",
-                    "make the model with attention_dropout=0.0, or leave cp out of the mesh",
-                    field="context",
-                )
+        check_kind(kind)
         self.model, self.rank, self.kind, self.group = model, rank, kind, rank.group(AXIS)
+        self.attended = False  # whether a forward has called mask.attend
+        self._watches = True  # until the first forward is over
+        check_model(model, self.group.size)
 
     def cut(self, x: Tensor) -> Cut:
         """The cut of some rows.
@@ -84,8 +71,18 @@ class Sequences:
         Args:
             x: [rows, tokens, ...], whole sequences.
         """
-        documents = getattr(self.model, "documents", None)
-        return make_cut(self.kind, x.shape[1], self.group.size, documents(x) if documents is not None else None)
+        documents, most = (
+            getattr(self.model, "documents", None),
+            getattr(getattr(self.model, "config", None), "seq", None),
+        )
+        if isinstance(most, int) and x.shape[1] > most:
+            raise EmuError(
+                f"sequences of {x.shape[1]} tokens are longer than this model's {most}",
+                "cut them, or build it for longer ones",
+            )
+        with nullcontext() if x.is_meta else torch._C._DisableTorchDispatch():  # of the batch, on the host
+            found = documents(x) if documents is not None else None
+        return make_cut(self.kind, x.shape[1], self.group.size, found)
 
     @contextmanager
     def part(self, x: Tensor, y: Tensor, whole: bool = True) -> Iterator[tuple[Tensor, Tensor, dict[str, Any]]]:
@@ -107,11 +104,39 @@ class Sequences:
                 "give x and y as [rows, tokens, ...]: a label for every token",
             )
         cut, here = self.cut(x), self.group.rank
-        attends = Attends(cut, self.group, self.rank)
         positions = cut.tokens(here).positions.to(x.device)
-        yield cut.own(x, here, 1), cut.own(y, here, 1), {"positions": positions, "mask": attends}
-        if whole and not attends.used:
+        watching, self._watches = self._watches, False
+        try:
+            with _NoOther(self.model) if watching else nullcontext():
+                yield cut.own(x, here, 1), cut.own(y, here, 1), {"positions": positions, "mask": Attends(cut, self)}
+        except RuntimeError as error:
+            if cut.sizes[here] or isinstance(error, EmuError):
+                raise
             raise EmuError(
-                f"{type(self.model).__name__} never called mask.attend: its tokens saw none of other ranks'",
-                "let its layers call mask.attend(q, k, v, scale) wherever they attend",
-            )
+                f"{type(self.model).__name__} cannot compute with no tokens, which is what this rank has of sequences of "
+                f"{x.shape[1]} over {cut.ranks} ranks: {error}",
+                "let it name every size (x.unflatten(-1, (heads, -1)) instead of view(b, n, -1, d)), or give longer sequences",
+            ) from error
+        if whole and not self.attended:
+            raise unattended(self.model)
+
+
+class _NoOther(TorchFunctionMode):
+    """Within it torch's own attention is refused, which would be to this rank's tokens alone."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.scaled_dot_product_attention:
+            raise unattended(self.model, "calls scaled_dot_product_attention where it should call mask.attend")
+        return func(*args, **(kwargs or {}))
+
+
+def unattended(model: Any, what: str = "never called mask.attend") -> EmuError:
+    """What is said of a model that attends to this rank's tokens alone."""
+    return EmuError(
+        f"{type(model).__name__} {what}: its tokens saw none of other ranks'",
+        "let its layers call mask.attend(q, k, v, scale) wherever they attend",
+    )

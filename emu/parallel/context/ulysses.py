@@ -54,7 +54,7 @@ def heads_of(heads: int, kv_heads: int, ranks: int) -> Heads:
     if ranks > heads:
         raise PlanError(
             f"context: {ranks} ranks exchange tokens for heads, but there are only {heads} query heads on each",
-            f"let at most {heads} ranks exchange heads, or use context='zigzag', which needs no heads",
+            f"let at most {heads} ranks exchange heads (tp leaves each rank fewer), or use context='zigzag', which needs none",
             field="context",
             value=ranks,
             nearest=heads,

@@ -20,7 +20,7 @@ from emu.parallel.optimistic import OptimisticStep
 from emu.parallel.pipeline.asked import checked, maker, rows_of
 from emu.parallel.pipeline.division.units import divided
 from emu.parallel.pipeline.division.weighing import WEIGHED, weighed
-from emu.parallel.pipeline.running.agreement import agree
+from emu.parallel.pipeline.running.agreement import agree, attends
 from emu.parallel.pipeline.running.executor import Context, Execution, may_start_again
 from emu.parallel.pipeline.running.mail import Mail
 from emu.parallel.pipeline.running.stages import Stages
@@ -92,6 +92,7 @@ class Pipeline(DataParallel):
         self._follow(self.schedule)
         self.mail = Mail(rank, self._lowered) if self.schedule.ranks > 1 else None
         self._warm: Execution | None = None  # within backward: of its batch, with the first forwards done
+        self._attends = False  # whether it is known that stages call mask.attend
         self._torn = False  # whether a batch was left in the middle, with messages under way
         super().__init__(model, rank, *axes, sharding=self.stages.sharding, **options)
         self._chain = rank.group("pp") if self.mail is not None else None
@@ -259,6 +260,8 @@ class Pipeline(DataParallel):
     def _run(self, execution: Execution) -> Tensor:
         with self._giving_up():
             total = execution.run()
+            if self.sequences is not None and self.mail is not None and not self._attends:
+                self._attends = attends(self.rank.group("pp"), self.sequences, execution.microbatches)
         # Ranks without the loss do not know its dtype.
         return torch.zeros((), dtype=torch.float64, device=self.rank.device) if total is None else total.double()
 

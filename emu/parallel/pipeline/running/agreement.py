@@ -14,6 +14,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from emu.parallel.context.sequences import Sequences, unattended
 from emu.parallel.pipeline.schedule import Schedule
 from emu.spmd import EmuError, Group
 from emu.spmd.words import tell, told
@@ -46,6 +47,26 @@ def agree(group: Group, schedule: Schedule, rows: Sequence[int], x: Tensor, y: T
                 "give all ranks along pp the same batch, cut into the same microbatches, and the same schedule: only the data "
                 "axes cut a batch",
             )
+
+
+def attends(group: Group, sequences: Sequences, microbatches: Sequence[tuple[Tensor, Tensor]]) -> bool:
+    """Returns True after a batch of which some stage attended across ranks; the last rank raises an EmuError where none did.
+
+    Args:
+        group: the ranks of the pipeline.
+        sequences: of the model, cut over ranks.
+        microbatches: of the batch.
+    """
+    if any(x.is_meta for x, _ in microbatches):  # as above
+        return True
+    here = sequences.attended
+    if group.rank:
+        here = bool(told(group, group.rank - 1)[0]) or here
+    if group.rank + 1 < group.size:
+        tell(group, [here], group.rank + 1)
+    elif not here:
+        raise unattended(sequences.model)
+    return True
 
 
 @lru_cache(maxsize=64)
