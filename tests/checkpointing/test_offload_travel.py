@@ -11,6 +11,7 @@ from torch import nn
 import emu
 import emu.spmd.host as host
 from emu.parallel.checkpointing.offload import offloaded
+from emu.parallel.checkpointing.travelling import travels
 from emu.spmd import BufferInFlight, EmuError, PlanError
 from emu.trace.events import HostCopy
 
@@ -267,3 +268,43 @@ def test_a_copied_model_has_a_host_of_its_own():
         return [torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), other.parameters())]
 
     assert all(emu.launch(program, emu.Mesh(dp=1)).results[0])
+
+
+class Conjugates(nn.Module):
+    """Saves tensors whose bytes do not say that they are conjugate, or negative."""
+
+    def __init__(self):
+        super().__init__()
+        self.map = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        z = torch.complex(self.map(x), x)
+        return (z.conj() * z.exp()).imag + (z.conj().imag * self.map(x)).exp()
+
+
+def test_conjugate_and_negative_tensors_stay():
+    """Lazily conjugated or negated, a tensor's bytes are another's: it travels by no means."""
+    x = torch.complex(torch.ones(3), torch.ones(3))
+    assert travels(x) and x.conj().is_conj() and x.conj().imag.is_neg()
+    assert not travels(x.conj()) and not travels(x.conj().imag)
+
+    def program(rank, how):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.ModuleList(Conjugates() for _ in range(4)))
+        model.forward = lambda x: _through(model[0], x)
+        if how is not None:
+            offloaded(model, rank, layers="0", **how)
+        x = torch.linspace(-1, 1, ROWS * WIDTH).view(ROWS, WIDTH) * 0.1
+        model(x).sum().backward()
+        return [p.grad for p in model.parameters()]
+
+    (right,) = emu.launch(program, emu.Mesh(dp=1), args=(None,)).results
+    for how in ({}, {"ahead": 3}, {"least_bytes": 1}):
+        (found,) = emu.launch(program, emu.Mesh(dp=1), args=(how,)).results
+        assert all(map(torch.equal, found, right))
+
+
+def _through(layers, x):
+    for layer in layers:
+        x = layer(x) * 0.1
+    return x

@@ -179,6 +179,26 @@ def test_two_ways_through_one_segment_are_named():
             assert "so was another layer" in str(error)
 
 
+def test_a_layer_after_a_piece_that_others_follow_already_is_named():
+    """Layer 2 begins the next segment and follows layer 0; layer 1 would lengthen the way that layer 2 set out from."""
+
+    class OutOfOrder(Model):
+        def forward(self, x):
+            h = self.layers[0](self.first(x))
+            later = self.layers[2](h)
+            return self.head(later * self.layers[1](h))
+
+    for policy in ("repeated:2", "naive"):
+        plain, model = made(around=OutOfOrder, policy=None), made(around=OutOfOrder, policy=policy)
+        if policy == "naive":  # each layer a piece of its own, and two may follow one
+            assert step(model).same(step(plain))
+            continue
+        with pytest.raises(
+            EmuError, match=r"layers\.1 is called with what layers\.0 returned, and so was another layer"
+        ):
+            step(model)
+
+
 def test_what_layers_could_write_into_is_refused():
     class Caching(Model):
         def forward(self, x):
