@@ -30,6 +30,11 @@ def checkpointed(
     Losses, gradients and torch's random numbers stay as they are, to the last bit. Do it before Pipeline or DataParallel take
     the model over; under Pipeline every stage follows the policy with the layers that it has.
 
+    A layer that is computed again finds the autocast, the buffers, the numbers and tensors among its attributes and the
+    generators that its first call found, also where it writes them. Backward raises an EmuError, by the layer's name, where
+    parameters or buffers that it reads were written in between, or an input or result that was kept (also in a view, or
+    without gradients). Nobody can see writes through `.data`, or into lists and dicts that a layer holds.
+
     Args:
         model: with a chain of layers, each called with what the one before returned as its first argument. With the policy
             "full", or where a segment begins at every layer, anything may happen between them.
@@ -38,7 +43,7 @@ def checkpointed(
         layers: the modules, or the path of a list of them; None: the longest outermost list.
         keep: what the inputs that forward keeps pass through: see keeping.py.
         operators: of layers that are computed again, the operators whose results are kept and which do not run again, as
-            torch.ops.aten names them: ("mm", "addmm").
+            torch.ops.aten names them: ("mm", "addmm"). A layer may not write into these in place.
 
     Returns:
         The policy.
