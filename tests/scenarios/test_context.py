@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 import emu
 from emu.models.rotary import rotate, rotation
@@ -347,3 +348,44 @@ def test_flops_of_a_kernel_follow_its_pairs():
     assert place.FORWARD_FLOPS == 4
     once, twice = slowest_s([4096, 4096]), slowest_s([8192])
     assert twice / once == pytest.approx(2, rel=0.05)
+
+
+# Loss scaled by the size of the group, or by tokens counted over the wrong one (NVIDIA/Megatron-LM#906).
+
+
+class Scored(nn.Module):
+    """A linear map of each token to logits. It attends, to no effect, so that its sequences may be cut."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = nn.Parameter(weight.clone())
+
+    def loss_sum(self, x, y, positions=None, mask=None):
+        heads = x.unsqueeze(1)
+        x = x if mask is None else x + 0 * mask.attend(heads, heads, heads).squeeze(1)
+        return nn.functional.cross_entropy(
+            (x @ self.weight).flatten(0, 1), y.flatten(), reduction="sum", ignore_index=-100
+        )
+
+
+def test_ranks_with_unequal_numbers_of_labels_weigh_what_their_labels_weigh():
+    g = torch.Generator().manual_seed(34)
+    x, weight = (torch.randn(shape, generator=g, dtype=torch.float64) for shape in ((2, 8, 4), (4, 6)))
+    y = torch.randint(0, 6, (2, 8), generator=g)
+    counts = torch.tensor([[1, 1, 1, 1, 1, 0, 0, 0], [1, 1, 0, 0, 0, 1, 1, 1]]).bool()
+    y = y.masked_fill(~counts, -100)  # labels of (dp, cp): 4 and 1, 2 and 3
+
+    def program(rank):
+        dist = emu.DataParallel(Scored(weight), rank, "dp", "cp", context="ring")
+        return dist.backward(emu.Batch(x, y)), dist.gather_gradients()["weight"]
+
+    alone = Scored(weight)
+    (alone.loss_sum(x, y) / 10).backward()
+    per_rank = [
+        Scored(weight).loss_sum(x[d : d + 1, c : c + 4], y[d : d + 1, c : c + 4]) for d in (0, 1) for c in (0, 4)
+    ]
+    for loss, gradient in emu.launch(program, emu.Mesh(dp=2, cp=2)).results:
+        assert float(loss) == pytest.approx(2.589311, abs=1e-6)
+        assert (gradient - alone.weight.grad).abs().max() <= 1e-12
+        for wrong in (sum(part / n for part, n in zip(per_rank, (4, 1, 2, 3))) / 4, 2 * loss, loss / 2):
+            assert abs(float(wrong - loss)) > 1e-3
