@@ -651,7 +651,7 @@ print("2.", judge(hasty, memory=60, forwards=19))
 #
 # ## Try it yourself
 #
-# 1. In section 3, `launched(long, "cp=8", context="ring")`: how far does the busiest rank of the contiguous cut get ahead of the mean?
+# 1. In section 3, `launched(long, "cp=8", context="ring")`: how far is the busiest rank of the contiguous cut from the mean?
 # 2. `show(ring_figure(make_cut("usp", 64, 8)))`: who holds what? How many steps has the ring?
 # 3. `sent_in_attention` with `kv_heads=16` in `long`: which kind sends least now, and from how many ranks on?
 # 4. In section 2 walk through `FlashBackward`: why is `dQ` read and written again and again, and `dK` not?
