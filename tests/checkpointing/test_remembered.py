@@ -1,5 +1,7 @@
 """Layers that read what they write: computed again, they find what their first call found, and leave what is there."""
 
+import gc
+import weakref
 from contextlib import nullcontext
 
 import pytest
@@ -148,10 +150,19 @@ def test_without_what_was_remembered_gradients_would_differ(kind, monkeypatch):
     assert not step(made(kind, "naive")).same(step(made(kind, None)))
 
 
+class Pair(Last):
+    """The same, within a tuple."""
+
+    def forward(self, x, scale=None):
+        self.last = (torch.tanh(self.map(x) if self.last is None else self.map(x) * self.last[0]), 1)
+        return self.last[0]
+
+
 @pytest.mark.parametrize("policy", POLICIES)
-def test_what_is_remembered_may_have_a_gradient(policy):
+@pytest.mark.parametrize("kind", [Last, Pair])
+def test_what_is_remembered_may_have_a_gradient(kind, policy):
     def gradients(policy):
-        model = made(Last, policy)
+        model = made(kind, policy)
         x = torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH)
         (model.loss_sum(x, 1.0) + model.loss_sum(x * 2, 1.0)).backward()
         return [p.grad for p in model.parameters()]
@@ -235,3 +246,17 @@ def test_layers_may_return_lists(policy):
         return step(model)
 
     assert run(policy).same(run(None))
+
+
+@pytest.mark.parametrize("kind", [Last, Pair])
+def test_what_is_remembered_keeps_no_graph(kind):
+    model, graphs = made(kind, "full"), []
+    for _ in range(4):
+        loss = model.loss_sum(torch.ones(4, WIDTH), 1.0)
+        graphs.append(weakref.ref(model.layers[3].last if kind is Last else model.layers[3].last[0]))
+        for layer in model.layers:  # as one does who trains through no more than one step
+            layer.last = layer.last.detach() if kind is Last else (layer.last[0].detach(), 1)
+        loss.backward()
+    del loss
+    gc.collect()
+    assert not any(one() is not None for one in graphs)

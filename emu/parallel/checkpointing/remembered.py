@@ -84,10 +84,8 @@ class Before:
                 elif seen is not None:
                     if "_buffers" not in was:
                         buffers.append(_Buffer(now, name, old, seen.version))
-                elif not same and isinstance(old, Tensor):
-                    changes.append(_Change(now, name, Kept(old, in_place, f"{name} of {self._where}")))
-                elif not same and (old is _NOTHING or isinstance(old, _PLAIN)):
-                    changes.append(_Change(now, name, old))
+                elif not same and (old is _NOTHING or isinstance(old, (Tensor, *_PLAIN))):
+                    changes.append(_Change(now, name, _kept(old, f"{name} of {self._where}")))
         random = [(g, state) for g, state in self._random if not torch.equal(g.get_state(), state)]
         return Memory(self._module, self._where, changes, buffers, random)
 
@@ -168,10 +166,19 @@ def _copy(x: Tensor) -> Tensor:
     return copy
 
 
+def _kept(old: Any, where: str) -> Any:
+    """What was replaced, without the graph that it may have."""
+    if isinstance(old, Tensor):
+        return Kept(old, in_place, where)
+    return tuple(_kept(v, where) for v in old) if type(old) is tuple else old
+
+
 def _fresh(was: Any, copies: dict[int, Tensor]) -> Any:
     """A value to compute with, into which the layer may write: it may be computed once more."""
     if isinstance(was, Kept):
         return was.again()
+    if type(was) is tuple:
+        return tuple(_fresh(v, copies) for v in was)
     if isinstance(was, Tensor):
         if id(was) not in copies:
             with torch.no_grad():
