@@ -181,7 +181,7 @@ class Balanced(nn.Module):
     def loss_sum(self, x, c):
         _, experts, p = self.router(x.unflatten(-1, (4, 3)))
         tokens = 4
-        balance = self.balance(p, experts)
+        balance = self.balance(p, experts).expand(len(x))  # over a batch it is one number
         return (p * c.unflatten(-1, (4, 4))).sum() + self.balance.coefficient * tokens * balance.sum()
 
 
