@@ -100,10 +100,11 @@ def plain(result: Any) -> Any:
 def failure_of(error: BaseException) -> Failure:
     """An error as the command reports it: emu's own words and hint, or the user's exception and its line."""
     code = FALSE if _out_of_memory(error) else BAD
+    told: Any = error
     if hasattr(error, "format_message"):  # the command line itself is wrong
-        return Failure(error.format_message(), "see emu --help")  # type: ignore[attr-defined]
+        return Failure(told.format_message(), "see emu --help")
     if hasattr(error, "hint"):
-        hint = str(error.hint)  # type: ignore[attr-defined]
+        hint = str(told.hint)
         before = str(error).partition(hint)[0] if hint else str(error)  # what leads to the hint stays out, too
         what = getattr(error, "message", before.removesuffix("hint: ").removesuffix("What to do: ").strip())
         return Failure(what, hint, code)

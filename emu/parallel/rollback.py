@@ -110,9 +110,10 @@ def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         some = kinds.setdefault((target.device, target.dtype, bool(target.dim())), ([], []))
         some[0].append(target)
         some[1].append(source)
+    torchs: Any = torch  # whose types do not say all that it has
     with torch.no_grad():
         for some_targets, some_sources in kinds.values():
-            torch._foreach_copy_(some_targets, some_sources)  # type: ignore[attr-defined]
+            torchs._foreach_copy_(some_targets, some_sources)
 
 
 def _own(value: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import count
@@ -75,7 +76,7 @@ def _numbers(x: Tensor) -> str:
     return " ".join(f"{float(value):.3g}" for value in row[:3]) + (" ..." if len(row) > 3 else "")
 
 
-class Walk:
+class Walk(ABC):
     """Goes through the steps of one pass, once, and counts what they move. Iterate, or run().
 
     Attributes:
@@ -102,8 +103,9 @@ class Walk:
         for _ in self:
             pass
 
+    @abstractmethod
     def steps(self) -> Iterator[Step]:
-        raise NotImplementedError
+        """One after the other, each carried out when it is given."""
 
     def step(
         self,

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from emu.spmd import EmuError
 
@@ -25,8 +26,9 @@ def folder_of(path: object) -> Path:
     Raises:
         StateError: it is none.
     """
+    given: Any = path
     try:
-        text = os.fspath(path)  # type: ignore[call-overload]
+        text = os.fspath(given)
     except TypeError:
         text = path
     if not isinstance(text, str):

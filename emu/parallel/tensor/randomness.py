@@ -107,7 +107,8 @@ class ShardedDraws:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         plain: Any = super()
-        if not self.training or getattr(self, "p", None) == 0:  # type: ignore[attr-defined]  # draws nothing
+        module: Any = self
+        if not module.training or getattr(self, "p", None) == 0:  # draws nothing
             return plain.forward(*args, **kwargs)
         with own_randomness(self.own_group):
             return plain.forward(*args, **kwargs)

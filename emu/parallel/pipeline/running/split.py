@@ -30,7 +30,8 @@ PRODUCTS: frozenset[Any] = frozenset(
 # Of their second tensor they read no more than its shape, dtype or device.
 _LIKE: frozenset[Any] = frozenset([Tensor.to, Tensor.type_as, Tensor.view_as, Tensor.expand_as, Tensor.reshape_as])
 
-_PROPERTY: Any = type(Tensor.shape.__get__)  # type: ignore[attr-defined]  # how a mode is told of one
+_SHAPE: Any = Tensor.shape
+_PROPERTY: Any = type(_SHAPE.__get__)  # how a mode is told of one
 # What starts autograd's engine, and what the gradients are called that it starts from.
 _ENGINE: dict[Any, str] = {torch.autograd.backward: "grad_tensors", torch.autograd.grad: "grad_outputs"}
 
@@ -181,7 +182,8 @@ class _Watch(TorchFunctionMode):
             out = func(*args, **kwargs)
             self._mark(out, weights)
             return out
-        late = {id(w): self._alias(w) for w in weights if self._family(w).late}  # type: ignore[union-attr]
+        families = ((w, self._family(w)) for w in weights)
+        late = {id(w): self._alias(w) for w, family in families if family is not None and family.late}
         if late:
             args, kwargs = _replaced(args, late), _replaced(kwargs, late)
         out = func(*args, **kwargs)
@@ -236,7 +238,8 @@ class _Watch(TorchFunctionMode):
         written = [w for w in weights if not w.is_leaf]
         for t in (*_tensors((out,)), *written):
             if t.requires_grad and not t.is_leaf:
-                t._emu_weight = (first.members[0], t._version)  # type: ignore[attr-defined]
+                marked: Any = t
+                marked._emu_weight = (first.members[0], t._version)
 
     def _suits(self, weights: list[Tensor], data: list[Tensor]) -> bool:
         """Whether a product's work for weights is worth putting off, and can be."""
