@@ -80,8 +80,8 @@ class Call:
         assert self._before is not None
         self._memory, self._before = self._before.after(), None
 
-    def again(self, x: Tensor) -> Tensor:
-        """The layer's output once more."""
+    def again(self, x: Tensor) -> Tensor | None:
+        """The layer's output once more; None if it is no tensor."""
         if self._training != self.layer.training:
             raise EmuError(
                 f"{self.where} was {'' if self._training else 'not '}in training when it was called, and is "
@@ -99,15 +99,9 @@ class Call:
         given_back = nullcontext() if self.results is None else self.results.given_back()
         assert self._memory is not None
         with self._memory.back(), autocast_as(self._autocast), given_back:
-            found = first_tensor(self._run(*args, **kwargs))
-        if found is None:
-            raise EmuError(
-                f"{self.where} returns no tensor of activations, from which layers after it could be computed again",
-                "let it return its activations, or a tuple with these first",
-            )
-        return found
+            return first_tensor(self._run(*args, **kwargs))
 
-    def fill(self, x: Tensor) -> Tensor:
+    def fill(self, x: Tensor) -> Tensor | None:
         """The same, and what it saved is there again."""
         frame = self.frame
         with saved_tensors_hooks(_nothing, _nothing) if frame is None else frame.filled():
@@ -115,6 +109,16 @@ class Call:
         if frame is not None:
             frame.check()
         return out
+
+
+def _needed(out: Tensor | None, call: Call) -> Tensor:
+    """What a call returned, from which the next one is computed again."""
+    if out is None:
+        raise EmuError(
+            f"{call.where} returns no tensor of activations, from which layers after it could be computed again",
+            "let it return its activations, or a tuple with these first",
+        )
+    return out
 
 
 def _versions(layer: nn.Module) -> list[int]:
@@ -162,14 +166,16 @@ class Piece:
             with torch.no_grad():
                 for piece, following in zip(way[:0:-1], way[-2::-1]):
                     for call in piece.calls:
-                        x = call.again(x)
+                        x = _needed(call.again(x), call)
                     if following is not self and following.segment.start in self.segment.keeps:
                         following._pass_by(x)
                 x = x.detach()
             with torch.enable_grad():
                 x.requires_grad_(self.learns)
-                for call in self.calls:
-                    x = call.fill(x)
+                last = self.calls[-1]
+                for call in self.calls[:-1]:
+                    x = _needed(call.fill(x), call)
+                last.fill(x)  # whose output nobody needs
         self._passing = None
         after_backward(self._forget)
 
