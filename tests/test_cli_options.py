@@ -61,6 +61,7 @@ OF_PLANS = [
     ("--global-batch", "4"),
     ("--seq", "8"),
     ("--seed", "1"),
+    ("--plan", "plan.toml"),
 ]
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from emu.commands.options import Json
-from emu.programs import DONE, load, locate, plain
+from emu.programs import DONE, FALSE, load, locate, plain
 from emu.terminal import print_json, refuse_unwritable
 
 
@@ -39,6 +39,9 @@ def run(
         int | None,
         typer.Option("-n", min=1, help="With --real: how many processes.", show_default="the size of the mesh, or 2"),
     ] = None,
+    hazards: Annotated[
+        bool, typer.Option("--hazards", help="Prove that no wait is missing, or say where; then exit with 1.")
+    ] = False,
     save: Annotated[Path | None, typer.Option(help="Write the run to this file (with --real, that of rank 0).")] = None,
     as_json: Json = False,
 ) -> int:
@@ -49,8 +52,10 @@ def run(
     if save is not None:
         refuse_unwritable("--save", save)
     axes = parse_mesh(mesh) if mesh is not None else {"dp": (n or 2) if real else 8}
-    table, metrics = None, None
+    table, metrics, proof = None, None, None
     if real:
+        if hazards:
+            raise EmuError("--hazards is proved on virtual devices", "leave out --real: the proof is of both")
         simulated = {"--backend": backend, "--order": order, "--cluster": cluster, "--launch-mode": launch_mode}
         _refuse_with_real({option: value for option, value in simulated.items() if value is not None}, axes, n)
         from emu.torchrun import run_real
@@ -71,14 +76,18 @@ def run(
             order=int(order) if order.isascii() and order.removeprefix("-").isdigit() else order,
             launch_mode=launch_mode or "eager",
             precision=precision,
+            uses=hazards,
         )
+        proof = done.hazards() if hazards else None
         if save is not None:
             done.save(save)
         shown, metrics = [plain(result) for result in done.gather_results()], done.metrics.as_dict()
         table = metrics_table(done.metrics, f"{program} on {done.cluster.name} ({done.mesh})")
+    code = DONE if proof is None or proof else FALSE
     if as_json:
-        print_json({"results": shown, "metrics": metrics, "ranks": len(shown)})
-        return DONE
+        told = {} if proof is None else {"hazards": proof.as_dict()}
+        print_json({"results": shown, "metrics": metrics, "ranks": len(shown), **told})
+        return code
     from rich.console import Console
 
     console = Console()
@@ -88,7 +97,9 @@ def run(
         console.print(f"rank {rank} returned {_cut(str(result))}", markup=False, highlight=False)
     if len(shown) > 4:
         console.print(f"(and {len(shown) - 4} more ranks: see --json)", markup=False, highlight=False)
-    return DONE
+    if proof is not None:
+        console.print(str(proof), markup=False, highlight=False)
+    return code
 
 
 def _cut(text: str, most: int = 200) -> str:

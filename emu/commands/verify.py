@@ -7,72 +7,31 @@ from typing import Annotated, Any
 
 import typer
 
-from emu.commands.options import Json
+from emu.commands.options import Json, plan_of, with_plan_flags
 from emu.programs import DONE, FALSE, load
 from emu.terminal import print_json, stages
 
-SEQ = 32  # tokens in a sequence, where nobody says
+SEQ = 32  # tokens in a sequence, where neither a user nor a model says
 ANY_VERIFY = {"model", "program", "reference", "mesh", "tier", "mutants", "as_json", "help"}  # not of plans alone
 TOO_LARGE = 300_000_000  # parameters that are still verified with real numbers on a laptop
 
 
+@with_plan_flags
 def verify(
     called: typer.Context,
     model: Annotated[str | None, typer.Option(help="A model by name, or FILE.py:FUNC that returns a module.")] = None,
     program: Annotated[str | None, typer.Option(help="FILE.py:FUNC, a program(rank).")] = None,
     reference: Annotated[str | None, typer.Option(help="FILE.py:FUNC, the same on one device.")] = None,
-    mesh: Annotated[str, typer.Option(help="Axes outermost first, e.g. dp=2,tp=2.")] = "dp=2",
-    zero: Annotated[
-        int, typer.Option(help="With --model: shard nothing (0), optimizer states, gradients, parameters (3).")
-    ] = 0,
-    replicate: Annotated[int, typer.Option(help="With --model: how many groups hold the same shards (HSDP).")] = 1,
-    keep_gathered: Annotated[
-        bool, typer.Option("--keep-gathered", help="With --zero 3: keep parameters from forward to backward.")
-    ] = False,
-    prefetch: Annotated[int, typer.Option(help="With --zero 3: units gathered ahead.")] = 1,
-    sp: Annotated[bool, typer.Option("--sp", help="With --model: sequence parallel, over tp.")] = False,
-    ep: Annotated[int, typer.Option(help="With --model: experts are shared out over so many ranks.")] = 1,
-    etp: Annotated[int, typer.Option(help="With --model: every expert is cut over so many ranks.")] = 1,
-    capacity: Annotated[
-        float | None,
-        typer.Option(help="With --model: an expert takes so many times its even share at most.", show_default="all"),
-    ] = None,
-    schedule: Annotated[
-        str, typer.Option(help="With --model, over pp: gpipe, 1f1b, interleaved, zb-h1, zb-h2, zb-v, v-half, ...")
-    ] = "1f1b",
-    chunks: Annotated[int, typer.Option(help="With --model: stages that a rank of the pipeline holds.")] = 1,
-    context: Annotated[
-        str, typer.Option(help="With --model, over cp: ring, zigzag, striped, all-gather, ulysses or usp.")
-    ] = "zigzag",
-    checkpoint: Annotated[
-        str, typer.Option(help="With --model: what is computed again: none, full, every:C, sqrt, naive, selective, ...")
-    ] = "none",
-    offload: Annotated[
-        bool, typer.Option("--offload", help="With --model: activations wait in the host's memory.")
-    ] = False,
-    microbatches: Annotated[
-        int, typer.Option(help="With --model: a rank's sequences are cut into so many, one after the other.")
-    ] = 1,
-    micro_batch: Annotated[
-        int | None, typer.Option(help="With --model: the most sequences of a rank at once.", show_default="all")
-    ] = None,
-    precision: Annotated[str, typer.Option(help="With --model: fp32, bf16-mixed or fp16-scaled.")] = "bf16-mixed",
-    global_batch: Annotated[int, typer.Option(help="With --model: sequences in the batch.")] = 8,
-    seq: Annotated[
-        int | None,
-        typer.Option(
-            help="With --model: tokens in a sequence.", show_default=f"{SEQ}, or what the model takes if less"
-        ),
-    ] = None,
-    seed: Annotated[int, typer.Option(help="With --model: of weights and data.")] = 0,
     tier: Annotated[str, typer.Option(help="exact, float64 or float32.")] = "exact",
     mutants: Annotated[str, typer.Option(help="none, sampled, all, or a number.")] = "sampled",
+    *,
+    flags: dict[str, Any],
     as_json: Json = False,
 ) -> int:
     """Check that a plan, or a program of your own, computes what one device computes."""
     from emu.equivalence import check
     from emu.equivalence import verify as verify_plan
-    from emu.parallel import Plan, parse_mesh
+    from emu.parallel import parse_mesh
     from emu.spmd import EmuError, Mesh
 
     with stages() as stage:
@@ -83,38 +42,17 @@ def verify(
 
         if program is not None and reference is not None and model is None:
             _refuse_with_program(called)
-            checked = (load(program), Mesh(**parse_mesh(mesh)), load(reference))
+            checked = (load(program), Mesh(**parse_mesh(flags.get("mesh", "dp=2"))), load(reference))
             verdict = check(*checked, tier=tier, mutants=mutants, progress=progress)
         elif model is not None and program is None and reference is None:
-            make, most = _model(model, seed)
-            plan = Plan(
-                mesh,
-                zero,
-                replicate,
-                not keep_gathered,
-                prefetch,
-                sp,
-                ep,
-                etp,
-                capacity,
-                schedule,
-                chunks,
-                context,
-                checkpoint,
-                offload,
-                microbatches,
-                micro_batch,
-                global_batch,
-                seq if seq is not None else min(SEQ, most),
-                precision,
-                seed,
-            )
-            if tier == "float32" and precision != "fp32" and _given(called, "precision"):
+            with_seed, most = _model(model)
+            plan, said = plan_of(flags, most, mesh="dp=2")
+            if tier == "float32" and plan.precision != "fp32" and "precision" in said:
                 raise EmuError(
-                    f"--tier float32 computes everything in float32, and --precision {precision} asks for another",
+                    f"--tier float32 computes everything in float32, and --precision {plan.precision} asks for another",
                     "leave out --precision, or --tier: the exact tier checks any precision",
                 )
-            verdict = verify_plan(make, plan, None, tier, mutants, progress)
+            verdict = verify_plan(with_seed(plan.seed), plan, None, tier, mutants, progress)
         else:
             raise EmuError(
                 "verify needs either --model, or --program together with --reference",
@@ -146,8 +84,8 @@ def _refuse_with_program(called: typer.Context) -> None:
             )
 
 
-def _model(text: str, seed: int) -> tuple[Callable[[], Any], int]:
-    """A function that makes the model, and the most tokens that a sequence of its may have."""
+def _model(text: str) -> tuple[Callable[[int], Callable[[], Any]], int]:
+    """Seed -> a function that makes the model; and the most tokens that a sequence of its may have."""
     from emu.equivalence.verify import LONGEST, VOCAB, said
     from emu.models import Decoder, config
     from emu.spmd import EmuError
@@ -161,11 +99,11 @@ def _model(text: str, seed: int) -> tuple[Callable[[], Any], int]:
                 "give the module a `config` with `vocab` (and `seq`, the most tokens in a sequence; or vocab_size and "
                 "max_position_embeddings), or write the two programs yourself, and use --program and --reference",
             )
-        return make, said(made, *LONGEST)[1] or SEQ
+        return lambda seed: make, said(made, *LONGEST)[1] or SEQ
     chosen = config(text)
     if chosen.n_params() > TOO_LARGE:
         raise EmuError(
             f"{text} has {chosen.n_params():,} parameters: too many to compute with here",
             "verify a smaller model of the same form, e.g. gpt-tiny or llama-tiny: equality does not depend on size",
         )
-    return lambda: Decoder(chosen, seed=seed), chosen.seq
+    return lambda seed: lambda: Decoder(chosen, seed=seed), chosen.seq

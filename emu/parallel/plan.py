@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import inf, prod
+from os import PathLike
 from typing import cast
 
 from emu.parallel.axes import AXES, DATA_AXES, FOLDS, parse_mesh
 from emu.parallel.checkpointing.policy import Policy
 from emu.parallel.context.cut import KINDS
 from emu.parallel.pipeline.schedules import make
+from emu.parallel.plan_file import PlanFile, written
 from emu.parallel.wrapping import checked_options, divisors
 from emu.spmd import Mesh, PlanError, Precision
 from emu.spmd.precision import PRESETS
@@ -207,6 +209,25 @@ class Plan:
                 field="capacity",
                 nearest=None,
             )
+
+    @classmethod
+    def from_toml(cls, path: str | PathLike[str]) -> Plan:
+        """The plan that a file describes, in a table [plan] or at its top (see emu.parallel.plan_file).
+
+        Raises:
+            PlanError: no such file, one that is no TOML, a key that is no field, or a plan that cannot be. Fields: file,
+                line, and those of the plan's error.
+        """
+        return cls.file(path).plan()
+
+    @classmethod
+    def file(cls, path: str | PathLike[str]) -> PlanFile:
+        """What a file says of a plan, to be added to before it is one. Raises PlanError as from_toml."""
+        return PlanFile.read(path, tuple(field.name for field in fields(cls)))
+
+    def to_toml(self) -> str:
+        """The plan as a TOML table, which from_toml reads."""
+        return written(self)
 
     def axes(self) -> dict[str, int]:
         """Axis -> size, outermost first, of those that multiply devices.
