@@ -30,7 +30,7 @@ from emu.spmd import (
 )
 
 if TYPE_CHECKING:
-    from emu.equivalence import Verdict, verify
+    from emu.equivalence import Hazards, Verdict, hazards, verify
     from emu.hardware import Cluster, chip, cluster
     from emu.parallel import Batch, DataParallel, Pipeline, Plan, parallelize
     from emu.run import Run, launch
@@ -43,6 +43,7 @@ __all__ = [
     "EmuError",
     "Grads",
     "Group",
+    "Hazards",
     "Layout",
     "Mesh",
     "Only",
@@ -59,6 +60,7 @@ __all__ = [
     "chip",
     "cluster",
     "grads",
+    "hazards",
     "launch",
     "parallelize",
     "spmd",
@@ -70,12 +72,14 @@ _LAZY = {
     "Batch": "emu.parallel",
     "Cluster": "emu.hardware",
     "DataParallel": "emu.parallel",
+    "Hazards": "emu.equivalence",
     "Pipeline": "emu.parallel",
     "Plan": "emu.parallel",
     "Run": "emu.run",
     "Verdict": "emu.equivalence",
     "chip": "emu.hardware",
     "cluster": "emu.hardware",
+    "hazards": "emu.equivalence",
     "launch": "emu.run",
     "parallelize": "emu.parallel",
     "verify": "emu.equivalence",

@@ -12,12 +12,13 @@ from typing import Any, cast
 import torch
 
 from emu.cost import LAUNCH_MODES, Metrics, Timeline, collective_s, kernel_s, price, transfer_s
-from emu.equivalence import Verdict, check
+from emu.equivalence import Hazards, Verdict, check, prove
+from emu.equivalence import hazards as hazards_of
 from emu.hardware import Cluster, cluster
 from emu.real.launch import launch_real, under_torchrun
 from emu.runfiles import NO_MEMORY, read, write
 from emu.spmd import EmuError, Mesh, Precision
-from emu.trace.events import Collective, Kernel
+from emu.trace.events import Collective, Kernel, Use
 from emu.trace.memory import Memory
 from emu.trace.trace import Trace
 from emu.view.notebook import attach
@@ -37,6 +38,7 @@ def launch(
     track: bool = True,
     args: Sequence[Any] = (),
     ranks: Sequence[int] | None = None,
+    uses: bool = False,
 ) -> Run:
     """Runs `program(rank, *args)` on every rank of a mesh.
 
@@ -49,6 +51,7 @@ def launch(
         launch_mode: how kernels are launched when the run is priced: "eager", "compiled" or "graph".
         track: whether kernels, memory and races are accounted for; communication always is.
         ranks: with backend="shape", the ranks that run; groups know the others, which do their part in time.
+        uses: whether to record who uses which memory, for `Run.hazards`. Races are then found there, and are no errors.
 
     Raises:
         EmuError: a wrong argument; MeshError: more ranks than devices or processes; VirtualOutOfMemory, Deadlock,
@@ -72,6 +75,11 @@ def launch(
             f"the mesh lies on {where!r}, which is no cluster", 'pass one: Mesh(dp=8, on=emu.cluster("h100-8"))'
         )
     roles = Precision.preset(precision) if precision is not None else None
+    if uses and (backend == "real" or not track):
+        raise EmuError(
+            "only virtual devices that track their memory can record who uses it",
+            'launch with backend="virtual" and track=True, or without uses',
+        )
     with _default_dtype(roles):
         if backend == "real":
             if ranks is not None:
@@ -89,6 +97,7 @@ def launch(
             args=args,
             ranks=ranks,
             seconds=_seconds(where) if order == "time" else None,
+            uses=uses,
         )
     untracked = None if track else "untracked"
     results = virtual.results if ranks is None else dict(zip(virtual.trace.ranks, virtual.results))
@@ -179,6 +188,19 @@ class Run:
                 "a run that was loaded from a file has no program", "launch the program again, and check that run"
             )
         return check(self.program, self.mesh, reference, args=self._args, tier=tier, mutants=mutants, **options)
+
+    def hazards(self) -> Hazards:
+        """Whether a wait is missing in any interleaving, though this run came out right; a proof that none is, otherwise.
+
+        The program runs again, on virtual devices, and who uses which memory is recorded; but not if that was recorded
+        already (`emu.launch(program, mesh, uses=True)`), when the trace tells.
+
+        Raises:
+            EmuError: a run that was loaded from a file and did not record it; whatever else the program does wrong.
+        """
+        if self.program is None or any(True for _ in self.trace.of(Use)):
+            return prove(self.trace)
+        return hazards_of(self.program, self.mesh, self._args)
 
     def without(self, pattern: str) -> Run:
         """What if: the same run with the matching communication free, e.g. "dp.all_reduce" or "dp.*".

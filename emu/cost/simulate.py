@@ -24,6 +24,8 @@ from emu.cost.timeline import Timeline
 from emu.hardware import Cluster
 from emu.trace.events import (
     Alloc,
+    At,
+    Choice,
     Collective,
     EventRecord,
     EventWait,
@@ -35,12 +37,13 @@ from emu.trace.events import (
     Mark,
     Recategorise,
     Transfer,
+    Use,
     Wait,
 )
 from emu.trace.trace import Trace
 
 LAUNCH_MODES = ("eager", "compiled", "graph")
-NO_TIME = frozenset((Alloc, Free, HostFree, Recategorise, Mark))
+NO_TIME = frozenset((Alloc, Free, HostFree, Recategorise, Mark, Use, At, Choice))
 
 
 def price(trace: Trace, cluster: Cluster, launch_mode: str = "eager") -> Timeline:

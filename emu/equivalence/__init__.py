@@ -2,7 +2,8 @@
 
 from emu.equivalence.check import TIERS, check
 from emu.equivalence.exact import Certificate, ExactMode
+from emu.equivalence.hazards import Hazard, Hazards, hazards, prove
 from emu.equivalence.verdict import Verdict
 from emu.equivalence.verify import verify
 
-__all__ = ["TIERS", "Certificate", "ExactMode", "Verdict", "check", "verify"]
+__all__ = ["TIERS", "Certificate", "ExactMode", "Hazard", "Hazards", "Verdict", "check", "hazards", "prove", "verify"]

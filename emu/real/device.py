@@ -219,4 +219,4 @@ class RealEvent:
             work.settle()
         if self._cuda is not None:
             self._cuda.synchronize()
-        self._device.events.append(HostWait(self._stream, "event"))
+        self._device.events.append(HostWait(self._stream, f"event {self.number}"))

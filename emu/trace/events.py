@@ -104,7 +104,7 @@ class HostWait(NamedTuple):
     """The host waits for a stream (reading a value with .item(), synchronize()); "" means every stream."""
 
     stream: str
-    reason: str
+    reason: str  # "synchronize", the operator that reads, or "event 3": up to where that event was recorded
 
 
 class Alloc(NamedTuple):
@@ -137,6 +137,38 @@ class Mark(NamedTuple):
     name: str
 
 
+# What follows is recorded on request only, to prove that no wait is missing (launch with uses=True).
+
+
+class Use(NamedTuple):
+    """Some bytes of a block are used. A communication's uses follow it at once; a kernel's stand before it."""
+
+    block: int
+    start: int  # from which byte of it
+    end: int  # to which, that one not included
+    kind: str  # "read" or "write"; or "free": from here on the block's own stream may be given its memory again
+    stream: str
+    work: int  # the communication that uses it; 0 for a kernel, a copy or the host
+    what: str  # the use in words, e.g. "mul" or "dp.all_reduce number 0"
+    line: str  # where the program makes it, "file.py:12"; "" if it is not known
+    scope: str  # whose memory it is, as in memory's accounts; "" if that is not known
+
+
+class At(NamedTuple):
+    """Where the program calls what stands before this: a communication, a wait, an event."""
+
+    line: str
+
+
+class Choice(NamedTuple):
+    """The program learns how far its communications are, which is a matter of time, and may go on accordingly."""
+
+    kind: str  # "wait_any", or "done"
+    works: tuple[int, ...]
+    taken: int  # of wait_any: which; of done: 1 for yes
+    line: str
+
+
 Event = (
     Kernel
     | Collective
@@ -151,6 +183,9 @@ Event = (
     | Free
     | Recategorise
     | Mark
+    | Use
+    | At
+    | Choice
 )
 EVENTS: tuple[type, ...] = (
     Kernel,
@@ -166,4 +201,7 @@ EVENTS: tuple[type, ...] = (
     Free,
     Recategorise,
     Mark,
+    Use,
+    At,
+    Choice,
 )

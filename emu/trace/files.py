@@ -15,6 +15,8 @@ from typing import Any, get_type_hints
 
 from emu.trace.events import (
     Alloc,
+    At,
+    Choice,
     Collective,
     Event,
     EventRecord,
@@ -27,6 +29,7 @@ from emu.trace.events import (
     Mark,
     Recategorise,
     Transfer,
+    Use,
     Wait,
 )
 from emu.trace.trace import Trace
@@ -46,6 +49,9 @@ LETTERS: dict[str, type] = {
     "F": Free,
     "G": Recategorise,
     "M": Mark,
+    "U": Use,
+    "L": At,
+    "O": Choice,
 }
 _LETTER_OF = {kind: letter for letter, kind in LETTERS.items()}
 _MAY_BE_NEGATIVE = frozenset(("root",))  # -1: none

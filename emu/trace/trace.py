@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from emu.trace.events import Collective, Event, HostCopy, Kernel, Mark, Transfer
+from emu.trace.events import At, Collective, Event, HostCopy, Kernel, Mark, Transfer, Use, Wait
 from emu.trace.units import count_text, ranks_text
 
 
@@ -109,23 +109,27 @@ class Trace:
         """
         from fnmatch import fnmatchcase
 
-        from emu.trace.events import Wait
-
         kept: dict[int, list[Event]] = {}
         removed = 0
         for rank, events in self.events.items():
             gone: set[int] = set()
             out: list[Event] = []
+            dropped = False
             for event in events:
                 if isinstance(event, (Collective, Transfer, HostCopy)):
                     labels = (_label(event), event.name or "\0")
                     if any(fnmatchcase(label, pattern) for label in labels):
                         removed += 1
+                        dropped = True
                         if not isinstance(event, HostCopy):
                             gone.add(event.work)
                         continue
-                elif isinstance(event, Wait) and event.work in gone:
+                elif isinstance(event, (Wait, Use)) and event.work in gone:
+                    dropped = True
                     continue
+                elif isinstance(event, At) and dropped:  # of what was removed
+                    continue
+                dropped = False
                 out.append(event)
             kept[rank] = out
         if not removed:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from emu.spmd.calls import Call, Message, Work
-from emu.spmd.errors import CrossRankAccess
 from emu.trace.events import Collective, Event, Free, HostFree, HostWait, Kernel, Mark, Transfer
 from emu.virtual.clock import Clock
 from emu.virtual.diagnosis import described
@@ -20,12 +19,13 @@ from emu.virtual.hbm import Ledger
 from emu.virtual.host import HostBlock, copy_from_host, copy_to_host, device_memory
 from emu.virtual.lines import handling
 from emu.virtual.rendezvous import Half, Meeting, Rendezvous
-from emu.virtual.streams import DEFAULT, VirtualEvent, VirtualStream, check_use
+from emu.virtual.streams import DEFAULT, VirtualEvent, VirtualStream, check_use, uses_of
 from emu.virtual.works import CollectiveWork, MessagesWork, dtype_name, recorded, stand_still
 
 if TYPE_CHECKING:
     from emu.spmd.group import Group
     from emu.virtual.tracker import Tracker
+    from emu.virtual.uses import Recorder
 
 
 _ROOTED = ("broadcast", "reduce")  # in place, on a root
@@ -72,10 +72,17 @@ class VirtualDevice:
         self._works = self._event_count = self._host_blocks = 0
         self._under_way: list[tuple[str, int, Meeting | Half, str, str]] = []  # stream, its tick, and what to wait for
         self._synchronous = _OnCurrent()
-        self.inside_kernel: Callable[[], AbstractContextManager[Any]] = (
-            nullcontext  # what a tier's arithmetic does there
-        )
+        # What a tier's arithmetic does inside a kernel.
+        self.inside_kernel: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.clock: Clock | None = None  # for order="time"
+        self.recorder: Recorder | None = None  # if uses are recorded
+        self.uses_of = uses_of
+
+    def issue(self, event: Event, line: str | None = None) -> None:
+        """Adds to the record what the program calls; and at which line, if uses are recorded, too."""
+        self.events.append(event)
+        if self.recorder is not None:
+            self.recorder.at(line)
 
     # The Device protocol.
 
@@ -140,7 +147,7 @@ class VirtualDevice:
             self.settle(s.point())
             self.host_sees(s.point())
         self._host_waited = len(self.events)
-        self.events.append(HostWait("" if stream is None else stream.name, reason))
+        self.issue(HostWait("" if stream is None else stream.name, reason))
 
     def settle(self, point: dict[str, int]) -> None:
         """The rank stands still until the communications up to this point of the streams have been carried out.
@@ -177,6 +184,8 @@ class VirtualDevice:
     def end(self) -> None:
         """The program is over. What dies with its last frame is not part of the record: some of it may outlive it."""
         self.ledger.closed = True
+        if self.recorder is not None:
+            self.recorder.end()
         while self.events and type(self.events[-1]) in (Free, HostFree):
             self.events.pop()
 
@@ -204,11 +213,11 @@ class VirtualDevice:
         work = self._works
         # In place, a broadcast's root only reads, and a reduction writes on its root alone.
         only_reads = (call.kind == "broadcast") is (call.root == group.rank) if call.kind in _ROOTED else False
+        event = recorded(group, call, seq, stream.name, self.stream_now.name, work)
+        self.issue(event, line)
         self._use(call.source, stream, call.target is call.source and not only_reads, what, line)
         if call.target is not call.source:
             self._use(call.target, stream, True, what, line)
-        event = recorded(group, call, seq, stream.name, self.stream_now.name, work)
-        self.events.append(event)
         meeting = self.rendezvous.join(group, seq, call, line)
         self._issued(stream, meeting, what, line)
         return CollectiveWork(self, meeting, what, line, event, stream, call)
@@ -229,13 +238,13 @@ class VirtualDevice:
                 f"{group.label}.{m.kind} number {seq} {'to' if sends else 'from'} rank {peer} of {described(m.tensor)}"
             )
             what += f" {m.name!r}" if m.name else ""
-            self._use(m.tensor, stream, not sends, what, line)
             after = self.stream_now.name
             event = Transfer(
                 *(m.kind, group.label, pair[1], pair[2], seq, m.tensor.nbytes, dtype_name(m.tensor)),
                 *(stream.name, after, self._works, m.name),
             )
-            self.events.append(event)
+            self.issue(event, line)
+            self._use(m.tensor, stream, not sends, what, line)
             parts.append((what, event, stream.point() if self.many_streams else {}, m.tensor))
             queues.append(stream)
         halves = [self.rendezvous.post(group, m, line) for m in messages]
@@ -276,16 +285,7 @@ class VirtualDevice:
             if block is None:
                 return
         if self.many_streams:
-            check_use(self, block, stream, x, writes, what, line)
-
-
-def refuse_trainable(x: Tensor, rank: int, what: str) -> CrossRankAccess:
-    return CrossRankAccess(
-        f"rank {rank}: {what} uses a trainable tensor of shape {tuple(x.shape)} that was made outside of the program: "
-        f"all ranks would share it, as no cluster can",
-        "make the model inside the program, so that every rank has its own (a seed makes them alike)",
-        rank=rank,
-    )
+            check_use(self, block, stream, x, writes, what, line, self._works)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

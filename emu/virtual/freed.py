@@ -37,7 +37,7 @@ class Fault(NamedTuple):
 def freed(device: VirtualDevice, block: Any) -> None:
     """A block with uses died; called by its destructor. If a stream may still use it, the rank will be told."""
     uses = _in_flight(device, block)
-    if not uses:
+    if not uses and not (device.recorder is not None and block.uses.shared):
         return
     scheduler = device.rendezvous.scheduler
     where, on_purpose = "", False
@@ -45,9 +45,13 @@ def freed(device: VirtualDevice, block: Any) -> None:
         frame = user_frame()
         if frame is None:
             return  # the program is over
-        where = f" ({user_line()})"
+        where = user_line()
         on_purpose = dis.opname[frame.f_code.co_code[frame.f_lasti]].startswith(_STATEMENTS)
-    fault = Fault(_error(device, block, uses, f"is freed{where}"), len(device.events), on_purpose)
+    if device.recorder is not None:
+        device.recorder.freed(block.uses, "its last reference goes", where, on_purpose)
+        return
+    is_freed = f"is freed ({where})" if where else "is freed"
+    fault = Fault(_error(device, block, uses, is_freed), len(device.events), on_purpose)
     scheduler.faults.setdefault(device.rank, []).append(fault)
     scheduler.hooked = True
 
@@ -58,7 +62,10 @@ def frees(device: VirtualDevice, block: Any, what: str) -> None:
     Raises:
         BufferInFlight: a stream may still use it.
     """
-    if uses := _in_flight(device, block):
+    if device.recorder is not None:
+        if block.uses.shared:
+            device.recorder.freed(block.uses, what, user_line())
+    elif uses := _in_flight(device, block):
         if device.rank in device.rendezvous.scheduler.faults:
             tell(device.rendezvous.scheduler, device.rank)  # what came first
         raise _error(device, block, uses, f"is freed by {what} ({user_line()})")

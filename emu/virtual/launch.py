@@ -23,6 +23,7 @@ from emu.virtual.hooks import TorchHooks, set_tracker
 from emu.virtual.rendezvous import Rendezvous
 from emu.virtual.scheduler import RANK, Scheduler
 from emu.virtual.tracker import Tracker
+from emu.virtual.uses import Recorder
 
 Program = Callable[..., Any]
 MOST_RANKS = 4096  # threads that one process carries well
@@ -51,6 +52,7 @@ def run_virtual(
     within: Callable[[Rank], AbstractContextManager[Any]] = lambda rank: nullcontext(),
     rendezvous: Callable[[Scheduler], Rendezvous] = Rendezvous,
     seconds: Callable[[Any], float] | None = None,
+    uses: bool = False,
 ) -> VirtualRun:
     """Runs `program(rank, *args)` on every rank of the mesh, one virtual device each.
 
@@ -64,6 +66,7 @@ def run_virtual(
         within: entered around each rank's program, on its thread.
         rendezvous: how the ranks' communications are carried out.
         seconds: for order="time": what a kernel, collective or transfer lasts.
+        uses: whether the trace says who uses which memory; then no race is an error (emu.equivalence.hazards finds them).
 
     Raises:
         whatever the first rank to fail raised, with a note that names the rank; all others are ended first.
@@ -85,6 +88,8 @@ def run_virtual(
                 set_tracker(tracker)
                 stack.callback(set_tracker, None)
                 stack.enter_context(tracker)
+                if uses:
+                    Recorder(device)
             if seconds is not None:
                 device.clock = Clock(scheduler, rank, seconds)
             stack.enter_context(within(me))

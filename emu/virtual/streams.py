@@ -83,7 +83,7 @@ class VirtualEvent:
         self._device.count_uses()
         self.number = self._device.next_event()
         self._point, self._stream = stream.point(), stream
-        self._device.events.append(EventRecord(self.number, stream.name))
+        self._device.issue(EventRecord(self.number, stream.name))
         return self
 
     def wait(self, stream: VirtualStream | None = None) -> None:
@@ -91,13 +91,13 @@ class VirtualEvent:
         if self._point is not None:
             self._device.settle(self._point)
             stream.merge(self._point)
-            self._device.events.append(EventWait(self.number, stream.name))
+            self._device.issue(EventWait(self.number, stream.name))
 
     def synchronize(self) -> None:
         if self._point is not None and self._stream is not None:
             self._device.settle(self._point)
             self._device.host_sees(self._point)
-            self._device.events.append(HostWait(self._stream.name, "event"))
+            self._device.issue(HostWait(self._stream.name, f"event {self.number}"))
 
 
 class Use(NamedTuple):
@@ -110,6 +110,7 @@ class Use(NamedTuple):
     writes: bool
     what: str
     where: Any  # the line of the user's program, or None
+    work: int = 0  # the communication that uses them; 0 for anything else
 
 
 class Uses(list[Use]):
@@ -146,6 +147,11 @@ class Uses(list[Use]):
         self.most = LISTED + 2 * len(self)
 
 
+def uses_of(block: Any, owner: str) -> Uses:
+    """What a new block of a stream carries; a device that records has another such function."""
+    return Uses(owner)
+
+
 def extent(x: Tensor) -> tuple[int, int]:
     """The bytes of its storage that a tensor may touch, from the first to the last element."""
     item = x.element_size()
@@ -163,6 +169,7 @@ def check_use(
     writes: bool,
     what: str,
     where: Any,
+    work: int = 0,
 ) -> None:
     """Notes that `stream` uses a tensor of a block, and raises BufferInFlight if nothing orders it after an earlier use.
 
@@ -173,14 +180,15 @@ def check_use(
         x: the tensor, or from which byte of the block to which.
         what: the use in words, for this and later messages.
         where: the line of the user's program, or None.
+        work: the communication that uses it; 0 for anything else.
     """
     start, end = x if isinstance(x, tuple) else extent(x)
     name = stream.name
     uses = block.uses
     if uses is None:
-        uses = Uses(DEFAULT, [Use(DEFAULT, device.alone_until, 0, block.bytes, True, "an earlier kernel", None)])
-        block.uses = uses
-    new = tuple.__new__(Use, (name, stream.tick, start, end, writes, what, where))
+        block.uses = uses = device.uses_of(block, DEFAULT)
+        uses.append(Use(DEFAULT, device.alone_until, 0, block.bytes, True, "an earlier kernel", None))
+    new = tuple.__new__(Use, (name, stream.tick, start, end, writes, what, where, work))
     if uses.alone:
         if uses.owner == name:
             uses.append(new)
@@ -222,6 +230,6 @@ def in_words(use: Use) -> str:
 
 def cure(use: Use, waiting: str) -> str:
     """What makes a stream wait for a use."""
-    if " number " in use.what:  # a communication
+    if use.work:
         return "call wait() on its work first"
     return f"make stream {waiting!r} wait first, with wait_stream or an event recorded on {use.stream!r}"

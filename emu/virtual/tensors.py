@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from emu.spmd.errors import CrossRankAccess, EmuError, FreedMemory
 from emu.trace.events import CATEGORIES
-from emu.virtual.device import VirtualDevice, refuse_trainable
+from emu.virtual.device import VirtualDevice
 from emu.virtual.freed import frees
 from emu.virtual.hbm import Block
 from emu.virtual.lines import user_line
 from emu.virtual.names import Names
-from emu.virtual.streams import Use, Uses, check_use
+from emu.virtual.streams import Use, check_use
 
 
 class Tensors:
@@ -88,7 +88,7 @@ class Tensors:
         if not storage.nbytes():
             return None
         if t.requires_grad:
-            raise refuse_trainable(t, rank, what)
+            raise _trainable(t, rank, what)
         if writes:
             raise CrossRankAccess(
                 f"rank {rank}: {what} writes into a tensor of shape {tuple(t.shape)} that was not made on this rank: what is "
@@ -174,7 +174,8 @@ class Tensors:
         else:
             return
         if self.device.many_streams and block is not None:  # new memory, of this stream
-            block.uses = Uses(stream.name, [Use(stream.name, stream.tick, 0, size, True, "resize_", None)])
+            block.uses = uses = self.device.uses_of(block, stream.name)
+            uses.append(Use(stream.name, stream.tick, 0, size, True, "resize_", None))
 
     def before_resize(self, args: Any) -> None:
         t, count = args[0], 1
@@ -183,6 +184,15 @@ class Tensors:
         needed = (t.storage_offset() + count) * t.element_size()
         if needed > t.untyped_storage().nbytes():  # resize_ never shrinks a storage
             self.resizes(t.untyped_storage(), needed)
+
+
+def _trainable(x: Tensor, rank: int, what: str) -> CrossRankAccess:
+    return CrossRankAccess(
+        f"rank {rank}: {what} uses a trainable tensor of shape {tuple(x.shape)} that was made outside of the program: "
+        f"all ranks would share it, as no cluster can",
+        "make the model inside the program, so that every rank has its own (a seed makes them alike)",
+        rank=rank,
+    )
 
 
 def _gradient(owner: Tensors | None, parameter: Tensor) -> None:

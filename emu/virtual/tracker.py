@@ -22,7 +22,7 @@ from emu.virtual.device import VirtualDevice
 from emu.virtual.kernel import Inner, OneKernel, name_of
 from emu.virtual.lines import user_line
 from emu.virtual.shapes import META, NORMS, only_moves, statistics_as_on_cpu, without_values
-from emu.virtual.streams import Use, Uses, check_use, extent
+from emu.virtual.streams import Use, check_use, extent
 from emu.virtual.tensors import Tensors
 
 if TYPE_CHECKING:
@@ -208,7 +208,7 @@ class Tracker(Tensors, TorchDispatchMode):
             ):  # as check_use, in short
                 size = t.nbytes
                 start, end = (0, size) if size == block.bytes and t.is_contiguous() else extent(t)
-                uses.append(_new(Use, (own, tick, start, end, writes, name, line)))
+                uses.append(_new(Use, (own, tick, start, end, writes, name, line, 0)))
             else:
                 check_use(device, block, stream, t, writes, name, line)
         for t in outputs:
@@ -229,8 +229,8 @@ class Tracker(Tensors, TorchDispatchMode):
     def _made(self, block: Any, what: str, line: str | None) -> None:
         """The current stream's memory, which it may write from its latest kernel on."""
         stream = self.device.stream_now
-        block.uses = uses = Uses(stream.name)
-        uses.append(_new(Use, (stream.name, stream.tick, 0, block.bytes, True, what, line)))
+        block.uses = uses = self.device.uses_of(block, stream.name)
+        uses.append(_new(Use, (stream.name, stream.tick, 0, block.bytes, True, what, line, 0)))
 
     # One kernel out of many ops.
 

@@ -31,6 +31,12 @@ class VirtualWork(Work):
     def items(self) -> list[tuple[Meeting | Half, Collective | Transfer]]:
         raise NotImplementedError
 
+    def asked(self, done: bool) -> bool:
+        """The program asks whether it is done."""
+        if self._device.recorder is not None:
+            self._device.recorder.chose("done", [self], int(done))
+        return done
+
     def first(self, many: Sequence[Sequence[Work]]) -> int:
         device, line = self._device, self._line
         works = [[item for work in parts for item in cast(VirtualWork, work).items()] for parts in many]
@@ -59,7 +65,10 @@ class VirtualWork(Work):
         now, thread.clock_s = thread.clock_s, max(thread.clock_s, min(map(ends_s, done())))
         scheduler.before_op(rank)
         thread.clock_s = now
-        return min(done(), key=ends_s)
+        taken = min(done(), key=ends_s)
+        if device.recorder is not None:
+            device.recorder.chose("wait_any", [work for parts in many for work in parts], taken)
+        return taken
 
 
 class CollectiveWork(VirtualWork):
@@ -80,7 +89,7 @@ class CollectiveWork(VirtualWork):
         self._point = stream.point() if device.many_streams else {}
 
     def done(self) -> bool:
-        return self._meeting.done
+        return self.asked(self._meeting.done)
 
     def items(self) -> list[tuple[Meeting | Half, Collective | Transfer]]:
         return [(self._meeting, self._event)]
@@ -100,7 +109,7 @@ class MessagesWork(VirtualWork):
         self._device, self._parts, self._line = device, parts, line
 
     def done(self) -> bool:
-        return all(part[0].done for part in self._parts)
+        return self.asked(all(part[0].done for part in self._parts))
 
     def items(self) -> list[tuple[Meeting | Half, Collective | Transfer]]:
         return [(half, event) for half, _, event, *_ in self._parts]
@@ -129,7 +138,7 @@ def _ordered(device: VirtualDevice, item: Meeting | Half, event: Collective | Tr
         device.clock.waited(item, event)
     if event.stream != device.stream_now.name:
         device.stream_now.merge(point)
-        device.events.append(Wait(event.work, device.stream_now.name))
+        device.issue(Wait(event.work, device.stream_now.name))
 
 
 def recorded(group: Group, call: Call, seq: int, stream: str, after: str, work: int) -> Collective:
