@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -23,10 +24,13 @@ GRIDS = ((16, 28), (12, 26))  # (values, gradients): the finer first; the coarse
 
 
 class Outcome:
-    """A run, the bits that every rank left behind, where its ranks met, and what they made on the way."""
+    """A run, the bits that every rank left behind, where its ranks met, what they made on the way, and how long it took."""
 
-    def __init__(self, run: VirtualRun, states: list[bytes], meeting_place: Any, keepers: list[Keeper]) -> None:
+    def __init__(
+        self, run: VirtualRun, states: list[bytes], meeting_place: Any, keepers: list[Keeper], seconds: float
+    ) -> None:
         self.run, self.states, self.meeting_place, self.keepers = run, states, meeting_place, keepers
+        self.seconds = seconds
 
 
 class Arithmetic:
@@ -51,6 +55,7 @@ class Arithmetic:
         args: Sequence[Any],
         meeting_place: Callable[[Scheduler], Rendezvous],
         certifying: list[ExactMode] | None = None,
+        watching: Callable[[Rank], AbstractContextManager[None]] = nullcontext,
     ) -> Outcome:
         places: list[Rendezvous] = []
         keepers: dict[int, Keeper] = {}
@@ -73,13 +78,13 @@ class Arithmetic:
                     with mode:
                         yield
                 elif self.tier == "float64":
-                    with Float64Mode():
+                    with Float64Mode(), watching(rank):
                         yield
                 else:
                     yield
                 states[rank.id] = Keeper.digest(keeper)
 
-        before = torch.get_default_dtype()
+        before, start = torch.get_default_dtype(), time.perf_counter()
         torch.set_default_dtype(self.dtype)
         try:
             run = run_virtual(program, mesh, track=False, args=args, within=within, rendezvous=meet)
@@ -87,7 +92,7 @@ class Arithmetic:
             torch.set_default_dtype(before)
         ranks = range(mesh.size)
         bits = [states[r] + digest_of(run.results[r]) for r in ranks]
-        return Outcome(run, bits, places[0], [keepers[r] for r in ranks])
+        return Outcome(run, bits, places[0], [keepers[r] for r in ranks], time.perf_counter() - start)
 
     def agrees(self, difference: Difference) -> bool:
         if difference.equal:

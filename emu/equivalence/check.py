@@ -22,6 +22,8 @@ from emu.equivalence.advice import (
     say_where,
 )
 from emu.equivalence.arithmetic import GRIDS, Arithmetic
+from emu.equivalence.bisection import Divergence, bisect
+from emu.equivalence.bisection.recorder import Record
 from emu.equivalence.judge import Judged, judge
 from emu.equivalence.mutants import Observed, mutants_of, sample
 from emu.equivalence.scoring import score, wanted
@@ -101,7 +103,12 @@ def check(
                 drops_out,
                 lambda: _in_float64(single, alone, program, mesh, args) if tier == "exact" else "",
             )
-            verdict = replace(verdict, why=f"{verdict.why}\n  hint: {hint}" if hint else verdict.why)
+            names = [d.name for d in judged.wrong] or [verdict.first_divergence]
+            verdict = replace(
+                verdict,
+                why=f"{verdict.why}\n  hint: {hint}" if hint else verdict.why,
+                divergence=_diverges(program, single, mesh, alone, [n for n in names if n], args),
+            )
     return verdict
 
 
@@ -165,6 +172,18 @@ def _advice(
     if factor := common_factor(wrong, ours, right):
         return say_factor(factor, mesh)
     return (rounding() if may_be_rounding(wrong) else "") or say_where(wrong, right, mesh)
+
+
+def _diverges(
+    program: Program, single: Program, mesh: Mesh, alone: Mesh, wrong: list[str], args: Sequence[Any]
+) -> Divergence | None:
+    """Where the program first computes what the reference does not: both run once more, in float64."""
+    arithmetic = Arithmetic("float64", 0, 0)
+
+    def runs(program: Program, mesh: Mesh, record: Record, meeting_place: Any) -> Sequence[Any]:
+        return arithmetic.run(program, mesh, args, meeting_place, watching=record.within).run.results
+
+    return bisect(program, single, mesh, alone, wrong, runs) if wrong else None
 
 
 def _in_float64(single: Program, alone: Mesh, program: Program, mesh: Mesh, args: Sequence[Any]) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from emu.equivalence.bisection.divergence import Divergence
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -22,6 +24,7 @@ class Verdict:
         survivors: mutants that changed a state and went unnoticed.
         certificate_bits: exact tier only: the bits that the largest sum needed, of 53.
         without_gradient: names that got no gradient (frozen or unused), so that there was nothing to compare.
+        divergence: where the program first computes what the reference never does: layer, direction, ranks and line.
     """
 
     equivalent: bool
@@ -38,6 +41,7 @@ class Verdict:
     survivors: list[str] = field(default_factory=list)
     certificate_bits: float | None = None
     without_gradient: list[str] = field(default_factory=list)
+    divergence: Divergence | None = None
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -53,6 +57,7 @@ class Verdict:
                 text += f" (largest error {self.max_rel_err:.1e}, {self.worst_parameter})"
         else:
             text = f"NOT equivalent in tier {self.tier}: {self.why}"
+            text += f"\n  first divergence: {self.divergence}" if self.divergence else ""
         if self.mutants:
             real = self.mutants - self.mutants_equivalent
             text += f"; {self.mutants_killed} of {count_of(real, 'mutant')} killed"

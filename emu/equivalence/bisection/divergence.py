@@ -1,0 +1,101 @@
+"""What bisection found, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from emu.equivalence.bisection.recorder import Made
+from emu.equivalence.bisection.standing import TURNS, Standing
+
+COPIES = ("clone", "copy_", "_to_copy", "div", "div_", "mul", "mul_", "neg")
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Where a program first computes what its reference does not.
+
+    Attributes:
+        tensor: the result that led there, by name.
+        op: what made the first wrong tensor: an operator ("mm"), or a communication ("all_reduce over 'dp'").
+        layer: the module in which; "" outside of all.
+        direction: "forward", "backward", or "" outside of both.
+        ranks: those on which it is wrong.
+        line: of the user's program, "file.py:12"; of a backward, the line of its forward.
+        says: all that in a sentence, with what went in.
+    """
+
+    tensor: str
+    op: str
+    layer: str
+    direction: str
+    ranks: tuple[int, ...]
+    line: str
+    says: str
+
+    def __str__(self) -> str:
+        return self.says
+
+
+def some_ranks(ranks: Sequence[int], of: int) -> str:
+    """ "rank 1", "ranks 0, 1", or "every rank"."""
+    if len(ranks) == of > 1:
+        return "every rank"
+    shown = ", ".join(map(str, ranks[:6])) + (f" and {len(ranks) - 6} more" if len(ranks) > 6 else "")
+    return f"rank{'s' * (len(ranks) > 1)} {shown}"
+
+
+def described(made: Made) -> str:
+    """ "mm in the backward of layers.0 (train.py:12)"."""
+    if not made.op:
+        return "a tensor from outside"
+    where = f" in {made.layer}" if made.layer else ""
+    if made.direction == "backward":
+        where = f" in the backward of {made.layer or 'that line'}"
+    return f"{made.op}{where} ({made.line})"
+
+
+def history(made: Made) -> list[Made]:
+    """A tensor and what it was before it was sent, copied or scaled, back to what computed it."""
+    out = [made]
+    while made.members or made.op in COPIES:
+        own = [x for x in made.inputs if x.rank == made.rank and not x.is_number] or made.inputs
+        if len(own) != 1:
+            break
+        made = own[0]
+        out.append(made)
+    return out
+
+
+def made_by(made: Made) -> str:
+    """What computed a tensor, and what was done to it next."""
+    *later, first = history(made)
+    following = next((m.line for m in reversed(later) if m.line not in ("", first.line)), "")
+    return f"made by {described(first)}" + (f" and used next at {following}" if following else "")
+
+
+def axes_in_words(axes: Sequence[str]) -> str:
+    """ "over 'dp' and all microbatches"."""
+    said = [repr(axis) for axis in axes if axis != TURNS]
+    return "over " + " and ".join(["+".join(said)] * bool(said) + ["all microbatches"] * (TURNS in axes))
+
+
+def what_went_in(made: Made, inputs: Sequence[tuple[Made, Standing]]) -> str:
+    """What is to be said about the inputs of the first wrong tensor."""
+    parts = [(x, standing) for x, standing in inputs if standing.over and standing.over != (TURNS,)]
+    if parts and not (made.members and {m.rank for m, _ in parts} <= set(made.members) and _covers(made, parts)):
+        x, standing = parts[0]
+        verb = f"it reads what is still a part of a sum {axes_in_words(standing.over)}"
+        return f"{verb}, {made_by(x)}: reduce that sum first, over those ranks"
+    empty = [x for x, standing in inputs if standing.says_nothing and x.op and x.value is not None and x.value.numel()]
+    if empty and not made.members:
+        return f"it reads zeros, made by {described(empty[0])}; whatever else it reads is right"
+    makers = [x for x, _ in inputs if x.op]
+    lines = list(dict.fromkeys(x.line for x in makers if x.line != made.line))[-2:]
+    told = f" ({', '.join(lines)})" if lines else ""
+    return f"what it reads is right{told}, what it makes is in no tensor of the reference"
+
+
+def _covers(made: Made, parts: Sequence[tuple[Made, Standing]]) -> bool:
+    """Whether a communication sums over the axes over which its inputs are parts, as far as its label tells."""
+    return all(axis in made.op for _, standing in parts for axis in standing.over if axis != TURNS)

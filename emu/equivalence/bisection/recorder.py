@@ -1,0 +1,253 @@
+"""Keeps every tensor that a rank makes: its numbers, what it was made of, and where in the program."""
+
+from __future__ import annotations
+
+import bisect
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn.modules import module as nn_module
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from emu.spmd import Rank
+from emu.spmd.calls import Call, Message
+from emu.trace.ops import op_of
+from emu.virtual.lines import user_line
+from emu.virtual.names import Names
+from emu.virtual.rendezvous import Half, Rendezvous
+
+if TYPE_CHECKING:
+    from emu.spmd.group import Group
+
+MOST_BYTES = 2 << 30  # of numbers that are kept, of all ranks; beyond, nothing is bisected
+
+_here = threading.local()  # .recorder: of the rank whose thread this is
+_node_now = torch._C._current_autograd_node
+_number_now = torch._C._autograd._get_sequence_nr  # type: ignore[attr-defined]
+
+
+class TooLarge(Exception):
+    """More numbers than are kept."""
+
+
+class Made:
+    """A tensor as one op, or one communication, left it.
+
+    Attributes:
+        rank, time: who made it, and when among everything that all ranks made.
+        op: the operator ("mm"), or the communication ("all_reduce over 'dp'"); "" for what came from outside.
+        layer, direction, line: the module it ran in, "forward", "backward" or "", and the user's line.
+        value: its numbers in float64; None where it has none that are rounded (tokens, masks).
+        inputs: what it was made of.
+        members: of a communication, the ranks that take part.
+    """
+
+    __slots__ = ("direction", "inputs", "layer", "line", "members", "op", "rank", "time", "turn", "value")
+
+    def __init__(
+        self,
+        rank: int,
+        time: int,
+        op: str,
+        where: tuple[str, str, str],
+        value: Tensor | None,
+        inputs: list[Made],
+        members: tuple[int, ...] = (),
+    ) -> None:
+        self.rank, self.time, self.op, self.value, self.inputs, self.members = rank, time, op, value, inputs, members
+        self.layer, self.direction, self.line = where
+        self.turn = 0  # how many of its kind its rank made before
+
+    @property
+    def is_number(self) -> bool:
+        return self.value is not None and not self.value.dim()
+
+    @property
+    def kind(self) -> tuple[str, ...]:
+        """What it has in common with what other ranks make at the same place."""
+        return self.op, self.layer, self.direction, self.line
+
+
+class Record:
+    """Everything that all ranks of a run made."""
+
+    def __init__(self) -> None:
+        self.made: list[Made] = []
+        self.recorders: dict[int, Recorder] = {}
+        self.bytes = 0
+        self.by_kind: dict[tuple[int, tuple[str, ...]], list[Made]] = {}  # of a rank
+
+    def add(self, made: Made) -> None:
+        self.made.append(made)
+        same = self.by_kind.setdefault((made.rank, made.kind), [])
+        made.turn = len(same)
+        same.append(made)
+
+    def copy(self, x: Tensor) -> Tensor | None:
+        if not x.is_floating_point() or x.layout is not torch.strided:
+            return None
+        self.bytes += x.numel() * 8
+        if self.bytes > MOST_BYTES:
+            raise TooLarge
+        return x.detach().to(torch.float64, copy=True)
+
+    @contextmanager
+    def within(self, rank: Rank) -> Iterator[None]:
+        """Keeps what a rank makes on this thread."""
+        recorder = self.recorders[rank.id] = _here.recorder = Recorder(self, rank.id)
+        device: Any = rank._device
+        device.watch = recorder.names.watch
+        try:
+            with recorder:
+                yield
+        finally:
+            _here.recorder = None
+
+    def maker(self, rank: int, x: Tensor) -> Made | None:
+        """What a tensor that a rank returns was last written by."""
+        return self.recorders[rank].writers.get(x.untyped_storage()._cdata)
+
+
+class Recorder(TorchDispatchMode):
+    """Keeps what one rank's ops make."""
+
+    def __init__(self, record: Record, rank: int) -> None:
+        super().__init__()
+        self.record, self.rank, self.names = record, rank, Names()
+        self.writers: dict[int, Made] = {}  # by storage
+        self._storages: list[Any] = []  # kept, so that no number is given twice
+        self._next = 0  # the number that autograd gives its next node
+        self._numbers: list[int] = [-1]  # of autograd nodes, from which on ...
+        self._lines: list[str] = [""]  # ... forward stood at this line
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        op = op_of(func)
+        if op.views:
+            self.where()  # a backward may communicate where forward only looks at a tensor anew
+            return func(*args, **kwargs)
+        inputs = [self.maker(x) for x in _tensors((*args, *kwargs.values()))]
+        out = func(*args, **kwargs)
+        written = _tensors([args[i] for i in op.writes if i < len(args)] + [kwargs.get(n) for n in op.out_names])
+        where = self.where()
+        for x in written or _tensors([out]):
+            self.wrote(x, op.name, where, inputs)
+        return out
+
+    def wrote(
+        self,
+        x: Tensor,
+        op: str,
+        where: tuple[str, str, str],
+        inputs: Sequence[Made],
+        members: tuple[int, ...] = (),
+    ) -> None:
+        """Notes that an op, or a communication, wrote a tensor."""
+        storage = x.untyped_storage()
+        before = self.writers.get(storage._cdata)
+        if before is None:
+            self._storages.append(storage)
+        made = list(dict.fromkeys(inputs))
+        if before is not None and before not in made and x.numel() * x.element_size() < storage.nbytes():
+            made.append(before)  # the rest of the storage is as it was
+        record = self.record
+        new = Made(self.rank, len(record.made), op, where, record.copy(x), made, members)
+        record.add(new)
+        self.writers[storage._cdata] = new
+
+    def maker(self, x: Tensor) -> Made:
+        """What wrote a tensor last; what came from outside counts as made when it is first read."""
+        storage = x.untyped_storage()
+        found = self.writers.get(storage._cdata)
+        if found is None:
+            self.wrote(x, "", ("", "", ""), [])
+            found = self.writers[storage._cdata]
+        return found
+
+    def where(self) -> tuple[str, str, str]:
+        """Layer, direction and line. Of a backward it is the line at which forward made the node."""
+        node = _node_now()
+        if node is None or torch.is_grad_enabled():
+            line, following, scope = user_line(), _number_now(), self.names.scope
+            if following > self._next:  # nodes were made since the last op: this one's, and those of what it is part of
+                self._numbers.append(self._next)
+                self._lines.append(line)
+                self._next = following
+            return scope, "forward" if scope or torch.is_grad_enabled() else "", line
+        at = bisect.bisect_right(self._numbers, node._sequence_nr()) - 1
+        return self.names.of_node(node), "backward", self._lines[at] or user_line()
+
+
+class Overheard(Rendezvous):
+    """Carries communications out, and notes what they write."""
+
+    def __init__(self, scheduler: Any, record: Record) -> None:
+        super().__init__(scheduler)
+        self._record = record
+        self._pair = (0, 0)
+
+    def carry_out(self, group: Group, calls: Sequence[Call], line: str) -> None:
+        recorders = [self._record.recorders[member] for member in group.members]
+        inputs = [r.maker(c.source) for r, c in zip(recorders, calls) if c.source is not None]
+        super().carry_out(group, calls, line)
+        layer, direction, here = _here.recorder.where()
+        where = layer, direction, here if direction == "backward" else line.partition(" while ")[0]
+        for recorder, call in zip(recorders, calls):
+            if call.target is not None:
+                what = f"{call.kind} over {group.label!r}"
+                recorder.wrote(call.target, what, where, inputs, group.members)
+
+    def post(self, group: Group, message: Message, line: str) -> Half:
+        me, peer = group.members[group.rank], group.members[message.peer]
+        self._pair = (me, peer) if message.kind == "send" else (peer, me)
+        return super().post(group, message, line)
+
+    def deliver(self, group: Group, target: Tensor, source: Tensor, line: str) -> None:
+        sender, receiver = (self._record.recorders[rank] for rank in self._pair)
+        given = sender.maker(source)
+        super().deliver(group, target, source, line)
+        layer, direction, here = _here.recorder.where()
+        where = layer, direction, here if direction == "backward" else line.partition(" while ")[0]
+        receiver.wrote(target, f"send from rank {self._pair[0]} to {self._pair[1]}", where, [given], self._pair)
+
+
+@contextmanager
+def naming() -> Iterator[None]:
+    """While it is on, torch tells the recorder of a thread which module is being called."""
+
+    def enter(module: Any, args: Any) -> None:
+        if (recorder := getattr(_here, "recorder", None)) is not None:
+            recorder.names.enter(module)
+
+    def leave(module: Any, args: Any, out: Any) -> None:
+        if (recorder := getattr(_here, "recorder", None)) is not None:
+            recorder.names.leave()
+
+    handles = [
+        nn_module.register_module_forward_pre_hook(enter),
+        nn_module.register_module_forward_hook(leave, always_call=True),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    """The tensors among an op's arguments or results, in lists too."""
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += [x for x in value if isinstance(x, Tensor)]
+    return found

@@ -1,0 +1,148 @@
+"""How what a rank made stands to the reference: found there, a part of a sum that is, or in none of its tensors."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from emu.equivalence.bisection.pool import Pool
+from emu.equivalence.bisection.recorder import Made, Record
+from emu.spmd import Mesh
+
+TURNS = "microbatches"  # in place of an axis: what is made at one place, time after time, is summed
+
+
+class Standing(NamedTuple):
+    """Of one tensor.
+
+    Attributes:
+        found: the reference's tensor whose numbers it has, or has once it is summed; None if there is none.
+        over: the axes over which it must be summed first.
+        says_nothing: it is all zero, empty, or has whole numbers only.
+    """
+
+    found: Made | None
+    over: tuple[str, ...] = ()
+    says_nothing: bool = False
+
+    @property
+    def right(self) -> bool:
+        return self.found is not None or self.says_nothing
+
+
+class Standings:
+    """Looks up what a program made among what its reference made, each tensor once."""
+
+    def __init__(self, record: Record, reference: Record, mesh: Mesh) -> None:
+        self.record, self.mesh = record, mesh
+        self._pool = Pool((made.value, made) for made in reference.made if made.value is not None)
+        self._known: dict[int, Standing] = {}  # by time
+        self._sums: dict[frozenset[int], Made | None] = {}  # by the times of what is summed
+        self._born: dict[int, bool] = {}
+        wide = [axis for axis, n in mesh.axes.items() if n > 1]
+        self._along = {(rank, axis): mesh.members(rank, axis) for rank in range(mesh.size) for axis in wide}
+        self._groups = {  # by rank: over which axes, and the ranks that a sum over them has
+            rank: [(axes, mesh.members(rank, *axes)) for n in range(len(wide) + 1) for axes in combinations(wide, n)]
+            for rank in range(mesh.size)
+        }
+
+    def of(self, made: Made) -> Standing:
+        known = self._known.get(made.time)
+        if known is None:
+            known = self._known[made.time] = self._look(made)
+        return known
+
+    def _look(self, made: Made) -> Standing:
+        if made.value is None or not bool(made.value.any()):
+            return Standing(None, says_nothing=True)
+        found = self._pool.find(made.value)
+        if found is not None:
+            return Standing(found)
+        for over, parts in self.sums(made):
+            times = frozenset(part.time for part in parts)
+            if times not in self._sums:
+                self._sums[times] = self._pool.find(total(parts))
+            if self._sums[times] is not None:
+                return Standing(self._sums[times], over)
+        return Standing(None)
+
+    def sums(self, made: Made) -> list[tuple[tuple[str, ...], list[Made]]]:
+        """What it may be a part of: over which axes, and the parts."""
+        out = []
+        mine = self.record.by_kind[made.rank, made.kind]
+        for turns in (False, True) if len(mine) > 1 else (False,):
+            for axes, members in self._groups[made.rank]:
+                if not axes and not turns:
+                    continue
+                parts: list[Made] = []
+                for member in members:
+                    same = self.record.by_kind.get((member, made.kind), ())
+                    if len(same) <= made.turn:
+                        break
+                    parts += same if turns else (same[made.turn],)
+                else:
+                    if _alike(parts) and not self._replicated(parts, axes):
+                        out.append(((TURNS,) * turns + axes, parts))
+        return out
+
+    def _replicated(self, parts: list[Made], axes: tuple[str, ...]) -> bool:
+        """Whether along one of the axes all ranks made the same: those are copies, and no parts of a sum."""
+        by_rank = {part.rank: part.value for part in parts}
+        for axis in axes:
+            groups = {self._along[rank, axis] for rank in by_rank}
+            if all(_same([by_rank[member] for member in group]) for group in groups):
+                return True
+        return False
+
+    def times(self, made: Made) -> float | None:
+        """How many times a tensor of the reference it is, if it is a simple multiple of one."""
+        if made.value is None:
+            return None
+        n = max(self.mesh.size, 4)
+        values = [made.value, *(total(parts) for _, parts in self.sums(made))]
+        for value in values:
+            for factor in [-1.0, *(float(k) for k in range(2, n + 1)), *(1.0 / k for k in range(2, n + 1))]:
+                if self._pool.find(value / factor) is not None:
+                    return factor
+        return None
+
+    def born(self, made: Made) -> bool:
+        """Whether nothing that went into it, near or far, is found: a rank's own numbers, such as weights to be replaced."""
+        stack = [made]
+        while stack:
+            at = stack[-1]
+            if at.time in self._born:
+                stack.pop()
+                continue
+            standing = self.of(at)
+            if standing.right:
+                self._born[at.time] = standing.says_nothing
+                continue
+            unknown = [x for x in at.inputs if x.time not in self._born and x.time < at.time]
+            if unknown:
+                stack += unknown
+                continue
+            self._born[at.time] = all(self._born.get(x.time, True) for x in at.inputs)
+        return self._born[made.time]
+
+
+def total(parts: list[Made]) -> Tensor:
+    """The sum of tensors, in float64."""
+    values = [part.value for part in parts if part.value is not None]
+    out = values[0].clone()
+    for value in values[1:]:
+        out += value
+    return out
+
+
+def _same(values: list[Tensor | None]) -> bool:
+    first = values[0]
+    return first is not None and all(v is not None and torch.equal(v, first) for v in values[1:])
+
+
+def _alike(parts: list[Made]) -> bool:
+    first = parts[0].value
+    return all(part.value is not None and first is not None and part.value.shape == first.shape for part in parts)
