@@ -21,10 +21,12 @@ def parse_mesh(text: str) -> dict[str, int]:
         axis, _, size = (word.strip() for word in part.partition("="))
         named = axis.isidentifier() and axis.isascii() and axis not in (*axes, "on", "self")
         if not named or not size.isascii() or not size.isdecimal() or not 1 <= int(size) <= MOST_RANKS:
+            nearest = ",".join(f"{axis}={n}" for axis, n in axes.items()) or "dp=1"  # what could be read so far
             raise PlanError(
                 f"mesh={text!r}: {part!r} is not an axis with a size of 1 to {MOST_RANKS:,}, named once",
                 'write the mesh as "dp=2,tp=4", outermost axis first',
                 field="mesh",
+                nearest=nearest,
             )
         axes[axis] = int(size)
     return axes

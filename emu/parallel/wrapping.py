@@ -44,8 +44,9 @@ def checked_options(
     ranks: int, axes: str, zero: int, replicate: int, prefetch: int = 0, bucket_bytes: int = BUCKET_BYTES
 ) -> None:
     """Raises a PlanError for options that do not go together, over so many ranks along such axes."""
-    if isinstance(zero, bool) or zero not in STAGES:
-        raise PlanError(f"there is no zero={zero!r}", "use 0 (shard nothing), 1, 2 or 3", field="zero")
+    if isinstance(zero, bool) or not isinstance(zero, int) or zero not in STAGES:
+        nearest = 3 if isinstance(zero, int) and zero > 3 else 0
+        raise PlanError(f"there is no zero={zero!r}", "use 0 (shard nothing), 1, 2 or 3", field="zero", nearest=nearest)
     for name, value, least in (
         ("replicate", replicate, 1),
         ("prefetch", prefetch, 0),
@@ -53,7 +54,10 @@ def checked_options(
     ):
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise PlanError(
-                f"{name}={value!r} is not a whole number of at least {least}", f"say {name}={least}", field=name
+                f"{name}={value!r} is not a whole number of at least {least}",
+                f"say {name}={least}",
+                field=name,
+                nearest=least,
             )
     if ranks % replicate:
         fits = divisors(ranks)

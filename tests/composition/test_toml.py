@@ -10,7 +10,6 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-import emu
 from emu.cli import main
 from emu.parallel.plan import Plan
 from emu.spmd import PlanError
