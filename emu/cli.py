@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from emu.commands.clinic import clinic
 from emu.commands.demo import demo
 from emu.commands.run import run
 from emu.commands.verify import verify
@@ -21,7 +22,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (demo, verify, run):
+for command in (demo, verify, run, clinic):
     app.command()(command)
 
 

@@ -25,7 +25,7 @@ def clinic(
 
     if case is not None and everything:
         raise EmuError(f"--all runs every case, and {case} names one", "leave one of them out")
-    chosen = clinic.cases() if case is None else [clinic.case(case)]
+    chosen = clinic.all_cases() if case is None else [clinic.case(case)]
     outcomes = {}
     if case is not None or everything:
         with stages() as stage:

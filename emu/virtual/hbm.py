@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from emu.spmd.errors import VirtualOutOfMemory
 from emu.trace.events import CATEGORIES, Alloc, Event, Free, Recategorise
 from emu.virtual.freed import freed
+from emu.virtual.lines import user_line
 
 if TYPE_CHECKING:
     from emu.virtual.device import VirtualDevice
@@ -201,11 +202,13 @@ class Ledger:
                 "gradients": "shard gradients (ZeRO-2)",
                 "optimizer": "shard optimizer states (ZeRO-1)",
                 "activations": "use a smaller micro-batch, or activation checkpointing",
+                "communication": "gather less ahead of its use, and free what was gathered after it",
             }.get(next(iter(kinds), ""), "free tensors that are no longer needed")
         )
         return VirtualOutOfMemory(
             f"rank {self.rank} is out of memory{' in ' + scope if scope else ''}: {human(size)} more do not "
-            f"fit, {human(free)} of {human(capacity)} are free\n  it holds {held}\n  most of it: {places or 'nothing'}",
+            f"fit, {human(free)} of {human(capacity)} are free\n  it holds {held}\n  most of it: {places or 'nothing'}"
+            f"\n  asked for at {user_line()}",
             cure,
             rank=self.rank,
             requested_bytes=size,

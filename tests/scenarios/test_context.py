@@ -350,7 +350,8 @@ def test_flops_of_a_kernel_follow_its_pairs():
     assert twice / once == pytest.approx(2, rel=0.05)
 
 
-# Loss scaled by the size of the group, or by tokens counted over the wrong one (NVIDIA/Megatron-LM#906).
+# 34. Loss scaled by the size of the group, or by tokens counted over the wrong one.
+# https://github.com/NVIDIA/Megatron-LM/issues/906
 
 
 class Scored(nn.Module):

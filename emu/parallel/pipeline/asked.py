@@ -7,6 +7,7 @@ from functools import lru_cache
 from numbers import Integral
 from typing import Any
 
+from emu.parallel.pipeline.actions import Action, F
 from emu.parallel.pipeline.checks import check
 from emu.parallel.pipeline.lowering import lowered
 from emu.parallel.pipeline.schedule import Generator, Schedule
@@ -57,8 +58,10 @@ def maker(schedule: str | Schedule | Generator, ranks: int, chunks: int) -> Call
             return make(schedule, ranks, microbatches, chunks)
         found = Schedule.of(schedule, ranks, microbatches, chunks)
         if found.microbatches != microbatches:
+            surplus = next((place for place in found.places.items() if place[0][1] >= microbatches), None)
+            which = f": rank {surplus[1]} would run {Action(surplus[0][0], F, surplus[0][1])}" if surplus else ""
             raise PlanError(
-                f"{found.name} was asked for {microbatches} microbatches, and its actions are of {found.microbatches}",
+                f"{found.name} was asked for {microbatches} microbatches, and its actions are of {found.microbatches}{which}",
                 f"yield actions of the microbatches 0 to {microbatches - 1}",
                 field="microbatches",
             )

@@ -1,0 +1,1 @@
+"""The cases: one file each, named by number and fault."""

@@ -1,0 +1,103 @@
+"""emu clinic: the list, one case, all of them, as JSON too, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+import emu.clinic
+from emu.cli import main
+
+FEW = (6, 27, 60)
+
+
+def command(capsys, *argv: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as exit_:
+        main(["clinic", *argv])
+    said = capsys.readouterr()
+    return int(exit_.value.code or 0), said.out, said.err
+
+
+def answer(capsys, *argv: str) -> tuple[int, dict]:
+    code, out, _ = command(capsys, *argv, "--json")
+    return code, json.loads(out)
+
+
+@pytest.fixture
+def few(monkeypatch):
+    cases = [emu.clinic.case(number) for number in FEW]
+    monkeypatch.setattr(emu.clinic, "all_cases", lambda: cases)
+    monkeypatch.setenv("COLUMNS", "140")
+    return cases
+
+
+def test_without_a_case_all_are_listed_and_none_is_run(capsys, monkeypatch):
+    monkeypatch.setattr(emu.clinic.Case, "run", lambda self: pytest.fail("it ran"))
+    monkeypatch.setenv("COLUMNS", "140")
+    code, out, _ = command(capsys)
+    assert code == 0
+    for case in emu.clinic.all_cases():
+        assert any(f" {case.number} " in line and case.title in line for line in out.splitlines())
+    code, said = answer(capsys)
+    assert code == 0 and [case["n"] for case in said["cases"]] == emu.clinic.numbers()
+    assert set(said["cases"][0]) == {"n", "slug", "title", "kind", "url"}
+
+
+@pytest.mark.parametrize("name", ["27", "both-send-first"])
+def test_a_case_shows_the_line_at_fault_what_emu_says_and_the_cure(capsys, monkeypatch, name):
+    monkeypatch.setenv("COLUMNS", "160")
+    code, out, _ = command(capsys, name)
+    case = emu.clinic.case(27)
+    assert code == 0 and case.title in out and case.url in out and case.cure[:60] in out
+    (line,) = case.fault_lines
+    assert f"❱ {line} " in out and out.count("❱") == 1
+    order = ["def broken(rank)", "Deadlock: deadlock", "def mended(rank)", "equivalent in tier exact", case.cure[:60]]
+    assert [out.index(text) for text in order] == sorted(out.index(text) for text in order)
+
+
+def test_a_case_as_json_has_what_emu_said_word_for_word(capsys):
+    code, said = answer(capsys, "27")
+    (case,) = said["cases"]
+    done = emu.clinic.case(27).run()
+    assert code == 0 and set(case) == {"n", "slug", "title", "kind", "url", "broken", "mended", "found"}
+    assert (case["broken"], case["mended"], case["found"]) == (done.broken.says, done.mended.says, True)
+
+
+def test_all_cases_are_run_and_summed_up(capsys, few):
+    code, out, _ = command(capsys, "--all")
+    assert code == 0 and "in 3 of 3" in out
+    for word in ("RankLeft", "Deadlock", "measured"):
+        assert word in out
+    code, said = answer(capsys, "--all")
+    assert code == 0 and [case["n"] for case in said["cases"]] == list(FEW)
+    assert all(case["broken"] and case["mended"] and case["found"] for case in said["cases"])
+
+
+def test_a_case_whose_fault_is_not_found_ends_with_1(capsys, few):
+    few[1] = replace(few[1], broken=few[1].mended)
+    code, out, _ = command(capsys, "--all")
+    assert code == 1 and "NOT FOUND" in out and "in 2 of 3" in out
+    assert [case["found"] for case in answer(capsys, "--all")[1]["cases"]] == [True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("argv", "error", "hint"),
+    [
+        (["26"], "no case '26'", "25, 27, 28"),
+        (["both-sends"], "no case 'both-sends'", "both-send-first"),
+        (["27", "--all"], "--all runs every case", "leave one"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_what_is_near(capsys, argv, error, hint):
+    code, said = answer(capsys, *argv)
+    assert code == 2 and error in said["error"] and hint in said["hint"]
+    code, out, err = command(capsys, *argv)
+    assert code == 2 and not out and error in err and hint in err
+
+
+def test_hostile_names_are_only_unknown(capsys):
+    for name in ("٣", "²", "27.0", "../cases", "[bold]x[/bold]", "c27_both_send_first", "0x1b", "9" * 5000):
+        code, said = answer(capsys, name)
+        assert code == 2 and "no case" in said["error"]
