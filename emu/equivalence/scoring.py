@@ -14,6 +14,7 @@ from emu.equivalence.compare import has_gradients
 from emu.equivalence.judge import judge
 from emu.equivalence.mutants import Broken, Mutant
 from emu.equivalence.verdict import Verdict
+from emu.equivalence.workers import each, worth
 from emu.spmd import EmuError, Mesh
 from emu.virtual.launch import Program
 from emu.virtual.rendezvous import Rendezvous
@@ -21,6 +22,7 @@ from emu.virtual.scheduler import Scheduler
 
 ENDLESS = 4  # times as many communications as the program's: a mutant that has more will not end
 SAMPLE = 8  # mutants that "sampled" runs
+KILLED, EQUIVALENT, SURVIVOR = "killed", "equivalent", "survivor"
 
 
 def wanted(mutants: str | int) -> int | None:
@@ -66,38 +68,45 @@ def score(
     arithmetic: Arithmetic,
     progress: Callable[[str], None],
 ) -> Verdict:
-    """Runs the mutants. Whether one is equivalent is decided from states alone, before the check sees it."""
-    killed = equivalent = 0
-    survivors = []
+    """Runs the mutants, on several processes where they take long. Whether one is equivalent is decided from states
+    alone, before the check sees it.
+
+    Raises:
+        WorkerDied: a mutant ended the process that ran it.
+    """
     rounding = _OnlyRounding(program, mesh, args)
     most = ENDLESS * base.meeting_place.count + 100  # a mutant that communicates far more often than the program hangs
-    for mutant in chosen:
-        progress(f"mutant: {mutant}")
 
-        def broken(scheduler: Scheduler, mutant: Mutant = mutant) -> Rendezvous:
+    def fate(mutant: Mutant) -> str:
+        def broken(scheduler: Scheduler) -> Rendezvous:
             return Broken(scheduler, mutant, most)
 
         try:
             outcome = arithmetic.run(program, mesh, args, broken)
         except Exception:  # a mutant that makes the program fail is noticed
-            killed += 1
-            continue
+            return KILLED
         if outcome.states == base.states:
-            equivalent += 1
-        elif judge(outcome.run, mesh, right, arithmetic).verdict.equivalent:
-            if arithmetic.tier != "exact" and rounding.is_all(broken):
-                equivalent += 1
-            else:
-                survivors.append(str(mutant))
-        else:
-            killed += 1
+            return EQUIVALENT
+        if not judge(outcome.run, mesh, right, arithmetic).verdict.equivalent:
+            return KILLED
+        return EQUIVALENT if arithmetic.tier != "exact" and rounding.is_all(broken) else SURVIVOR
+
+    fates = each(
+        fate,
+        chosen,
+        worth(len(chosen), base.seconds),
+        fit=lambda: arithmetic.run(program, mesh, args, Rendezvous).states == base.states,
+        patience_s=30 + 20 * base.seconds,
+        starting=lambda mutant: progress(f"mutant: {mutant}"),
+    )
+    survivors = [str(mutant) for mutant, its in zip(chosen, fates) if its == SURVIVOR]
     stepped = any(keeper.optimizers for keeper in base.keepers)
     why = say_survivors(len(survivors), stepped, has_gradients(base.run.results[0])) if survivors else ""
     return replace(
         verdict,
         mutants=len(chosen),
-        mutants_killed=killed,
-        mutants_equivalent=equivalent,
+        mutants_killed=fates.count(KILLED),
+        mutants_equivalent=fates.count(EQUIVALENT),
         survivors=survivors,
         why=why,
     )
