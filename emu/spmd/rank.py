@@ -151,7 +151,8 @@ class Rank(int):
                 ranks = self.mesh.members(self.id, *axes) if axes else tuple(range(self.mesh.size))
                 label = "+".join(axes) or "world"
             else:
-                ranks, label = self._listed(axes, key), label or str(list(key)).replace(" ", "")
+                ranks = self._listed(axes, key)
+                label = label or str(list(ranks)).replace(" ", "")
             self._groups[kind] = Group(label, ranks, ranks.index(self.id), self._device.channel)
         return self._groups[kind]
 
@@ -169,7 +170,7 @@ class Rank(int):
                 f"rank {self.id} asks for the group {list(members)}, of which it is no member",
                 "let only its members ask for a group",
             )
-        return members
+        return tuple(map(int, members))  # a program may list itself by its Rank
 
     def stream(self, name: str) -> Stream:
         """The stream of that name, made on first use; `with rank.stream("comm"):` launches on it."""

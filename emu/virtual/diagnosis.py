@@ -2,54 +2,94 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import torch
 
 from emu.spmd.calls import Call
 from emu.spmd.errors import Deadlock, EmuError, RankLeft
+from emu.spmd.waits import Wait, WaitGraph, circle_of, ranks_words
+from emu.virtual.causes import Cause, of_circle, of_left, of_two
+from emu.virtual.stands import Stand, line_only, standing, stands
 
 if TYPE_CHECKING:
     from emu.virtual.scheduler import Thread
 
+MOST_STANDS = 32  # ranks of a circle whose programs are looked at
+
 
 def deadlock(threads: dict[int, Thread]) -> EmuError:
     """Nobody can go on: who waits for whom, and in what."""
-    stuck = {t.rank: t.waiting.missing() for t in threads.values() if t.waiting is not None}
-    left = sorted({r for missing in stuck.values() for r in missing if threads[r].done})
-    lines = []
-    for t in threads.values():
-        if t.waiting is None:
-            continue
-        here = [r for r in stuck[t.rank] if not threads[r].done]
-        gone = [r for r in stuck[t.rank] if threads[r].done]
-        whom = [_ranks(here)] * bool(here) + [f"{_ranks(gone)} (finished)"] * bool(gone)
-        lines.append(f"  rank {t.rank} waits in {t.waiting.what} ({t.waiting.where}) for {' and '.join(whom)}")
-    shown = lines[:16] + ([f"  ... and {len(lines) - 16} more"] if len(lines) > 16 else [])
-    cycle = _cycle(stuck)
-    loop = f"\n  a circle: {' -> '.join(map(str, [*cycle, cycle[0]]))}" if cycle else ""
-    text = "\n".join(shown) + loop
+    waits = tuple(
+        Wait(t.rank, t.waiting.what, t.waiting.where, tuple(t.waiting.missing()))
+        for t in threads.values()
+        if t.waiting is not None
+    )
+    stuck = {wait.rank: list(wait.waits_for) for wait in waits}
+    left = sorted({r for wait in waits for r in wait.waits_for if threads[r].done})
+
+    def stand(wait: Wait) -> list[Stand]:
+        worker = threads[wait.rank].worker
+        return standing(worker.ident if worker is not None else None, wait.where)
+
     if left:
+        graph = WaitGraph(waits, tuple(left))
+        first = next(wait for wait in waits if any(r in left for r in wait.waits_for))
+        cause = _told(lambda: of_left(stand(first), [r for r in first.waits_for if r in left]))
         return RankLeft(
-            f"deadlock: {_ranks(left)} finished while others still wait for it\n{text}",
+            f"deadlock: {ranks_words(left)} finished while others still wait for it\n{graph}{cause or ''}",
             "every rank must call every collective of its groups: give the short rank an empty batch instead of none",
             waiting=stuck,
             finished=left,
+            cycle=[],
+            graph=graph,
+            cause=cause,
         )
+    graph = WaitGraph(waits, (), circle_of(waits))
+    by_rank = {wait.rank: wait for wait in waits}
+    circle = [by_rank[rank] for rank in graph.circle]
+    cause = _told(lambda: of_circle(circle, {w.rank: stand(w) for w in circle[:MOST_STANDS]}))
     return Deadlock(
-        f"deadlock: no rank can go on\n{text}",
+        f"deadlock: no rank can go on\n{graph}{cause or ''}",
         "let both sides call the same collective in the same order; post sends and receives of a pair together "
         "with exchange([...]), or swap the order on one rank",
         waiting=stuck,
-        cycle=cycle,
+        cycle=list(graph.circle),
+        finished=[],
+        graph=graph,
+        cause=cause,
     )
 
 
-def _ranks(ranks: Sequence[int]) -> str:
-    """ "rank 3" or "ranks 1, 2, 5 and 12 more"."""
-    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-    return f"rank{'s' * (len(ranks) > 1)} {shown}"
+def parted(me: int, line: str, them: int, their_line: str, thread: Thread, item: object) -> Cause | None:
+    """Why this rank came to another call than another, which came first.
+
+    Args:
+        line, their_line: where the two called.
+        thread: the other's; it may have gone on since, if it called asynchronously.
+        item: the meeting in which they differ.
+    """
+    worker = thread.worker
+    waits = thread.waiting is not None and thread.waiting.item is item
+
+    def find() -> Cause | None:
+        theirs = standing(worker.ident if worker is not None and waits else None, their_line)
+        mine = stands(sys._getframe())
+        if theirs and theirs[-1].at.column < 0:  # only its line is known
+            mine = mine[-1:]
+        return of_two(mine, theirs, me, them)
+
+    return _told(find)
+
+
+def _told(find: Callable[[], Cause | None]) -> Cause | None:
+    """What a search finds. That the search fails must not stand in the way of the error that it is for."""
+    with suppress(Exception):
+        return find()
+    return None
 
 
 def left_open(communications: Sequence[tuple[str, str, list[int], list[int]]]) -> RankLeft:
@@ -59,28 +99,24 @@ def left_open(communications: Sequence[tuple[str, str, list[int], list[int]]]) -
         communications: of each, what and where it was called, the ranks that called it, and those that did not.
     """
     lines = [
-        f"  {_ranks(here)} called {what} ({line}); {_ranks(gone)} never did its part"
+        f"  {ranks_words(here)} called {what} ({line}); {ranks_words(gone)} never did its part"
         for what, line, here, gone in communications
     ]
     more = [f"  ... and {len(lines) - 16} more"] * (len(lines) > 16)
+    finished = sorted({rank for *_, gone in communications for rank in gone})
+    waits = tuple(Wait(rank, what, line, tuple(gone)) for what, line, here, gone in communications for rank in here)
+    cause = _told(lambda: of_left(line_only(communications[0][1]), communications[0][3]))
     return RankLeft(
-        "the program has ended, but communications that it started never took place\n" + "\n".join(lines[:16] + more),
+        "the program has ended, but communications that it started never took place\n"
+        + "\n".join(lines[:16] + more)
+        + str(cause or ""),
         "every member must call the collective, and every send needs its recv; call wait() on what is asynchronous",
         waiting={rank: gone for _, _, here, gone in communications for rank in here},
-        finished=sorted({rank for *_, gone in communications for rank in gone}),
+        finished=finished,
+        cycle=[],
+        graph=WaitGraph(waits, tuple(finished)),
+        cause=cause,
     )
-
-
-def _cycle(waits_for: dict[int, list[int]]) -> list[int]:
-    """Some circle of ranks that wait for each other, or []."""
-    for start in waits_for:
-        path, at = [start], start
-        while (following := next((r for r in waits_for.get(at, []) if r in waits_for), None)) is not None:
-            if following in path:
-                return path[path.index(following) :]
-            path.append(following)
-            at = following
-    return []
 
 
 def called(call: Call) -> str:

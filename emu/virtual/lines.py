@@ -20,14 +20,15 @@ _PYTHON = ("<frozen", threading.__file__, contextlib.__file__)  # `with dist.gat
 _FILES: dict[tuple[str, ...], dict[str, str]] = {}  # what to call a file in messages; "" if it is not the user's
 
 
-def user_frame(inside: tuple[str, ...] = _INSIDE, above: int = 1) -> FrameType | None:
+def user_frame(inside: tuple[str, ...] = _INSIDE, above: int = 1, start: FrameType | None = None) -> FrameType | None:
     """The innermost frame that is neither emu's nor torch's; None when no program runs on this thread.
 
     Args:
         inside: where emu's own code is.
         above: how many frames, from this function's on, need not be looked at.
+        start: where to begin, instead of here.
     """
-    frame = sys._getframe(above)
+    frame = start if start is not None else sys._getframe(above)
     files = _FILES.get(inside)
     if files is None:
         files = _FILES.setdefault(inside, {})
@@ -47,6 +48,12 @@ def user_line(inside: tuple[str, ...] = _INSIDE, above: int = 1) -> str:
     """Where the user's program stands: "file.py:12"."""
     frame = user_frame(inside, above + 1)
     return "unknown" if frame is None else f"{_FILES[inside][frame.f_code.co_filename]}:{frame.f_lineno}"
+
+
+def path_of(name: str) -> str:
+    """The file that messages call by a name; "" where it is none of the user's, or several have it."""
+    paths = {path for files in _FILES.values() for path, called in list(files.items()) if called == name}
+    return paths.pop() if len(paths) == 1 else ""
 
 
 def handling() -> str:

@@ -14,7 +14,8 @@ import torch
 
 from emu.spmd.calls import Call, Message
 from emu.spmd.errors import CollectiveMismatch, DataDependent
-from emu.virtual.diagnosis import called, cure, deadlock, described, left_open, named
+from emu.virtual.causes import Cause, of_lengths
+from emu.virtual.diagnosis import called, cure, deadlock, described, left_open, named, parted
 from emu.virtual.lines import user_line
 from emu.virtual.maths import carry_out, cuts_of
 from emu.virtual.scheduler import Scheduler, Waiting
@@ -127,12 +128,15 @@ class Rendezvous:
         source, target = (half, other) if sends else (other, half)
         a, b = source.message.tensor, target.message.tensor
         if a.shape != b.shape or a.dtype != b.dtype or source.message.name != target.message.name:
+            cause = self._out_of_order(half, other, theirs)
             raise CollectiveMismatch(
                 f"message {pair[1]}->{pair[2]} in group {group.label!r}: rank {pair[1]} sends {described(a)}"
                 f"{named(source.message.name)} ({source.line}), rank {pair[2]} expects {described(b)}"
-                f"{named(target.message.name)} ({target.line})",
+                f"{named(target.message.name)} ({target.line}){cause or ''}",
                 "make both sides name the same shape and dtype, and post messages of a pair in the same order",
                 ranks=(pair[1], pair[2]),
+                sites={pair[1]: source.line, pair[2]: target.line},
+                cause=cause,
             )
         if not a.is_meta:
             with torch.no_grad(), torch._C._DisableTorchDispatch():
@@ -141,6 +145,21 @@ class Rendezvous:
         for end in (half, other):
             self._complete(end)
         return half
+
+    def _out_of_order(self, half: Half, other: Half, queue: Sequence[Half]) -> Cause | None:
+        """A later message of the other side is the one that this half belongs to."""
+        mine = half.message
+        for later in queue:
+            x = later.message
+            if (x.tensor.shape, x.tensor.dtype, x.name) == (mine.tensor.shape, mine.tensor.dtype, mine.name):
+                verb = "sends" if x.kind == "send" else "expects"
+                return Cause(
+                    "order",
+                    later.line,
+                    f"the two sides post their messages in another order: what fits {half.line} is what rank {later.rank} "
+                    f"{verb} at {later.line}, after {other.line}",
+                )
+        return None
 
     def tell(self, group: Group, words: list[int], dst: int) -> None:
         me, peer = group.members[group.rank], group.members[dst]
@@ -189,13 +208,18 @@ class Rendezvous:
         for field, value in mine.items():
             if value != theirs.get(field):
                 what = f"{group.label}.{call.kind}" if call.kind == other.kind else f"group {group.label!r}"
+                cause = parted(me, line, them, meeting.lines[i], self.scheduler.threads[them], meeting)
+                if cause is None and field == "shape":
+                    cause = of_lengths(mine["shape"], theirs["shape"], group.rank, i, group.size)
                 raise CollectiveMismatch(
                     f"{what}: collective number {meeting.seq} of {list(group.members)} differs between ranks in its "
                     f"{field}: rank {them} called {called(other)} ({meeting.lines[i]}), "
-                    f"rank {me} called {called(call)} ({line})",
+                    f"rank {me} called {called(call)} ({line}){cause or ''}",
                     cure(field),
                     ranks=(them, me),
                     field=field,
+                    sites={them: meeting.lines[i], me: line},
+                    cause=cause,
                 )
         if call.kind == "all_to_all":
             for j, other in meeting.calls.items():

@@ -30,11 +30,12 @@ class Abort(BaseException):
 
 @dataclass(slots=True)
 class Waiting:
-    """Why a rank stands still: what it called, where, and a function that tells which ranks it waits for."""
+    """Why a rank stands still: what it called, where, a function that tells which ranks it waits for, and the meeting."""
 
     what: str
     where: str
     missing: Callable[[], list[int]]
+    item: object = None
 
 
 class Thread:

@@ -129,7 +129,7 @@ def stand_still(device: VirtualDevice, item: Meeting | Half, what: str, line: st
         return
     item.waiters.append(device.rank)
     scheduler = device.rendezvous.scheduler
-    scheduler.block(device.rank, Waiting(what, line, item.missing), lambda: item.done)
+    scheduler.block(device.rank, Waiting(what, line, item.missing, item), lambda: item.done)
 
 
 def _ordered(device: VirtualDevice, item: Meeting | Half, event: Collective | Transfer, point: dict[str, int]) -> None:

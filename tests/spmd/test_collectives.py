@@ -374,6 +374,15 @@ def test_listed_members_may_have_a_name():
         emu.launch(lambda rank: rank.group("dp", label="x"), emu.Mesh(dp=2))
 
 
+def test_members_may_be_listed_by_a_rank_itself():
+    run = emu.launch(lambda rank: rank.group(members=sorted([rank, 1 - rank])).label, emu.Mesh(dp=2))
+    assert run.results == ["[0,1]"] * 2
+    run = emu.launch(
+        lambda rank: rank.group(members=sorted([rank, 1 - rank])).all_reduce(torch.ones(1)), emu.Mesh(dp=2)
+    )
+    assert [float(r) for r in run.results] == [2.0] * 2
+
+
 def test_a_program_says_what_memory_is_for():
     def program(rank):
         bucket = torch.zeros(100)
