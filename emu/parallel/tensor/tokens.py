@@ -13,12 +13,21 @@ class TokenCut:
     Attributes:
         group: over whose ranks it is cut, as evenly as can be.
         dim: of activations [batch, seq, width] along which tokens lie.
-        length: tokens of the whole sequence; set by whoever cuts it.
+        length: tokens of the whole sequence; set by whoever cuts it. A rank along cp may have none of a short one.
     """
 
     def __init__(self, group: Group) -> None:
-        self.group, self.dim, self.length = group, 1, 0
+        self.group, self.dim = group, 1
+        self._length: int | None = None  # until somebody cuts a sequence, which may have no token
         self._seen: dict[int, int] = {}  # tokens of this rank -> of the whole, the last time
+
+    @property
+    def length(self) -> int:
+        return self._length or 0
+
+    @length.setter
+    def length(self, tokens: int) -> None:
+        self._length = tokens
 
     @property
     def sizes(self) -> list[int]:
@@ -44,7 +53,7 @@ class TokenCut:
         """
         mine = self.sizes[self.group.rank]
         given = x.shape[self.dim] if x.dim() > self.dim else -1
-        if given == mine and self.length:
+        if given == mine and self._length is not None:
             self._seen[mine] = self.length
         elif given in self._seen:
             self.length = self._seen[given]
