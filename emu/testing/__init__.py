@@ -1,0 +1,31 @@
+"""Hypothesis strategies for whole distributed programs: meshes, plans, models, batches, programs right and wrong.
+
+    from hypothesis import given, strategies as st
+    from emu import testing
+
+    @given(st.data())
+    def test_my_scheme(data):
+        plan = data.draw(testing.plans(max_ranks=4, zero=[0]))
+        model = data.draw(testing.models(plan))
+        assert emu.verify(model, plan, batch=data.draw(testing.batches(model, plan)))
+
+Everything shrinks to what is simplest: one rank, default options, one layer, one row. It needs hypothesis, which emu
+alone does not install: pip install "emu[testing]".
+"""
+
+from emu.spmd import EmuError
+
+try:
+    import hypothesis  # noqa: F401
+except ModuleNotFoundError as missing:
+    if missing.name != "hypothesis":
+        raise
+    raise EmuError(
+        "emu.testing needs hypothesis, which is not installed", 'pip install hypothesis, or: pip install "emu[testing]"'
+    ) from missing
+
+from emu.testing.meshes import meshes
+from emu.testing.models import ModelFactory, batches, models
+from emu.testing.plans import plans
+
+__all__ = ["ModelFactory", "batches", "meshes", "models", "plans"]

@@ -1,0 +1,142 @@
+"""The public strategies: what they draw is possible, every option occurs, and it shrinks to what is simplest."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import HealthCheck, find, given, settings
+from hypothesis import strategies as st
+
+import emu
+from emu import testing
+from emu.parallel import Batch
+from emu.spmd import EmuError
+from emu.testing.choices import AXES, CHOICES, FOLDS
+
+
+def collected(strategy, most):
+    """What a strategy draws, the same each time."""
+    drawn = []
+
+    @settings(
+        max_examples=most, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+    )
+    @given(strategy)
+    def collect(value):
+        drawn.append(value)
+
+    collect()
+    return drawn
+
+
+def test_meshes_have_all_axes_in_any_order_and_folds_that_divide():
+    drawn = collected(testing.meshes(max_ranks=6), 300)
+    assert all(mesh.size <= 6 and set(mesh.axes) == set(AXES) for mesh in drawn)
+    assert {mesh.size for mesh in drawn} == set(range(1, 7))
+    assert len({tuple(mesh.axes) for mesh in drawn}) >= 20  # of 24
+    assert {(mesh.folds.get("ep", 1), mesh.folds.get("etp", 1)) for mesh in drawn} >= {(1, 1), (2, 1), (1, 2), (2, 2)}
+
+
+def test_meshes_may_be_bounded():
+    drawn = collected(testing.meshes(max_ranks=4, axes=("dp", "tp"), folds=False), 60)
+    assert all(set(mesh.axes) == {"dp", "tp"} and mesh.size <= 4 and not mesh.folds for mesh in drawn)
+
+
+@pytest.fixture(scope="module")
+def drawn_plans():
+    return collected(testing.plans(max_ranks=8), 300)
+
+
+def test_every_option_of_a_plan_occurs(drawn_plans):
+    for option, values in CHOICES.items():
+        if option in emu.Plan.__dataclass_fields__:
+            assert {getattr(plan, option) for plan in drawn_plans} == set(values), option
+    assert {(plan.ep, plan.etp) for plan in drawn_plans} >= {
+        sizes for sizes in FOLDS.values() if sizes[0] * sizes[1] <= 4
+    }
+    for axis in AXES:
+        assert {plan.axes().get(axis, 1) for plan in drawn_plans} >= {1, 2, 3}, axis
+    assert len({tuple(plan.axes()) for plan in drawn_plans if len(plan.axes()) > 1}) >= 12  # every two, in either order
+
+
+def test_plans_may_be_bounded():
+    for plan in collected(testing.plans(max_ranks=4, axes=("dp", "tp"), zero=[3], sp=[False]), 60):
+        assert set(plan.axes()) <= {"dp", "tp"} and plan.zero == 3 and not plan.sp
+
+
+def test_all_shrinks_to_what_is_simplest():
+    few = settings(max_examples=60, deadline=None, derandomize=True, database=None)
+    assert find(testing.plans(max_ranks=4), lambda plan: True, settings=few) == emu.Plan(
+        "", precision="fp32", global_batch=2, seq=5
+    )
+    assert find(testing.meshes(), lambda mesh: True, settings=few).size == 1
+    factory = find(testing.models(emu.Plan("dp=2")), lambda model: True, settings=few)
+    assert factory.config.layers == 1 and not factory.config.experts and factory.seed == 0
+    batch = find(testing.batches(factory, emu.Plan("dp=2", global_batch=3, seq=4)), lambda batch: True, settings=few)
+    assert batch.tokens == 12
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (lambda: testing.plans(max_ranks=0), "max_ranks=0"),
+        (lambda: testing.plans(axes=("xp",)), "no axis|an axis 'xp'"),
+        (lambda: testing.plans(speed=[1]), "an option 'speed'"),
+        (lambda: testing.plans(zero=[]), "zero=\\[\\] lists no values"),
+        (lambda: testing.plans(fold=["ep9"]), "no fold 'ep9'"),
+        (lambda: testing.plans(max_ranks=1, sp=[True], axes=("dp",), fold=["ep4"]), "none of fold"),
+        (lambda: testing.batches(torch.nn.Linear(2, 2)), "vocabulary"),
+    ],
+)
+def test_what_cannot_be_drawn_is_told(wrong, words):
+    with pytest.raises(EmuError, match=words):
+        find(wrong(), lambda value: True)
+
+
+def test_batches_are_uneven_and_learn_something():
+    factory = testing.ModelFactory(find(testing.models(), lambda model: True).config)
+    drawn = collected(testing.batches(factory, emu.Plan("dp=2", global_batch=3, seq=6)), 60)
+    assert all(batch.x.shape == batch.y.shape == (3, 6) and 0 < batch.tokens <= 18 for batch in drawn)
+    assert any(len(set((batch.y != -100).sum(1).tolist())) == 3 for batch in drawn)  # rows of different lengths
+    assert any(not bool((batch.y != -100).any(1).all()) for batch in drawn)  # rows of which nothing counts
+
+
+def verified(data, most, tier="exact"):
+    plan = data.draw(testing.plans(max_ranks=most))
+    model = data.draw(testing.models(plan, max_layers=1))
+    batch = data.draw(testing.batches(model, plan))
+    try:
+        found = emu.verify(model, plan, batch=batch, tier=tier, mutants="none")
+    except emu.EmuError as error:
+        raise AssertionError(f"{plan} {model}") from error
+    assert found, (plan, model, str(found))
+
+
+@settings(max_examples=4, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@given(st.data())
+def test_a_drawn_model_trains_under_its_plan_on_a_drawn_batch(data):
+    verified(data, 4)
+
+
+@pytest.mark.exhaustive
+@settings(max_examples=400, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@given(st.data())
+def test_many_drawn_models_train_under_their_plans(data):
+    verified(data, 8)
+
+
+def test_a_model_that_does_not_fit_its_plan_is_seen():
+    """Negative control: what the strategies see to is needed."""
+    plan = emu.Plan("tp=2", ep=2, global_batch=2, seq=5)
+    dense = find(testing.models(emu.Plan("tp=2")), lambda model: not model.config.experts)
+    with pytest.raises(EmuError, match="expert"):
+        emu.verify(dense, plan, batch=Batch(*torch.ones(2, 2, 5, dtype=torch.long)), mutants="none")
+
+
+def test_without_hypothesis_it_says_what_to_install():
+    code = (
+        "import sys, emu; sys.modules['hypothesis'] = None\ntry: import emu.testing\nexcept emu.EmuError as e: print(e)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert 'pip install "emu[testing]"' in done.stdout, done.stderr
