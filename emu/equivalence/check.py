@@ -103,6 +103,7 @@ def check(
                 drops_out,
                 lambda: _in_float64(single, alone, program, mesh, args) if tier == "exact" else "",
             )
+            progress("bisection")
             names = [d.name for d in judged.wrong] or [verdict.first_divergence]
             verdict = replace(
                 verdict,

@@ -1,6 +1,7 @@
 """Where a program goes wrong is said: the line, the layer, the direction, the ranks."""
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -64,7 +65,7 @@ def program(fault):
 
 
 def line_of(fault):
-    text = open(__file__).read().split("\n")
+    text = Path(__file__).read_text().split("\n")
     return next(i for i, line in enumerate(text, 1) if line.endswith(f"# {fault}"))
 
 

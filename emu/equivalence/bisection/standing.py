@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import combinations
 from typing import NamedTuple
 
@@ -40,7 +41,7 @@ class Standings:
         self.record, self.mesh = record, mesh
         self._pool = Pool((made.value, made) for made in reference.made if made.value is not None)
         self._known: dict[int, Standing] = {}  # by time
-        self._sums: dict[frozenset[int], Made | None] = {}  # by the times of what is summed
+        self._sums: dict[tuple[tuple[str, ...], int, tuple[int, ...]], Made | None] = {}  # by kind, turn and ranks
         self._born: dict[int, bool] = {}
         wide = [axis for axis, n in mesh.axes.items() if n > 1]
         self._along = {(rank, axis): mesh.members(rank, axis) for rank in range(mesh.size) for axis in wide}
@@ -61,32 +62,31 @@ class Standings:
         found = self._pool.find(made.value)
         if found is not None:
             return Standing(found)
-        for over, parts in self.sums(made):
-            times = frozenset(part.time for part in parts)
-            if times not in self._sums:
-                self._sums[times] = self._pool.find(total(parts))
-            if self._sums[times] is not None:
-                return Standing(self._sums[times], over)
+        for turns, axes, members in self._sums_of(made):
+            key = made.kind, -1 if turns else made.turn, members
+            if key not in self._sums:  # once for all that are summed
+                parts = self._parts(made, turns, axes, members)
+                self._sums[key] = self._pool.find(total(parts)) if parts else None
+            if self._sums[key] is not None:
+                return Standing(self._sums[key], (TURNS,) * turns + axes)
         return Standing(None)
 
-    def sums(self, made: Made) -> list[tuple[tuple[str, ...], list[Made]]]:
-        """What it may be a part of: over which axes, and the parts."""
-        out = []
-        mine = self.record.by_kind[made.rank, made.kind]
-        for turns in (False, True) if len(mine) > 1 else (False,):
+    def _sums_of(self, made: Made) -> Iterator[tuple[bool, tuple[str, ...], tuple[int, ...]]]:
+        """What it may be a part of: whether of all turns, over which axes, and over which ranks."""
+        for turns in (False, True) if len(self.record.by_kind[made.rank, made.kind]) > 1 else (False,):
             for axes, members in self._groups[made.rank]:
-                if not axes and not turns:
-                    continue
-                parts: list[Made] = []
-                for member in members:
-                    same = self.record.by_kind.get((member, made.kind), ())
-                    if len(same) <= made.turn:
-                        break
-                    parts += same if turns else (same[made.turn],)
-                else:
-                    if _alike(parts) and not self._replicated(parts, axes):
-                        out.append(((TURNS,) * turns + axes, parts))
-        return out
+                if axes or turns:
+                    yield turns, axes, members
+
+    def _parts(self, made: Made, turns: bool, axes: tuple[str, ...], members: tuple[int, ...]) -> list[Made]:
+        """What is summed; nothing if a rank has no part, or has the same as another."""
+        parts: list[Made] = []
+        for member in members:
+            same = self.record.by_kind.get((member, made.kind), ())
+            if len(same) <= made.turn:
+                return []
+            parts += same if turns else (same[made.turn],)
+        return parts if _alike(parts) and not self._replicated(parts, axes) else []
 
     def _replicated(self, parts: list[Made], axes: tuple[str, ...]) -> bool:
         """Whether along one of the axes all ranks made the same: those are copies, and no parts of a sum."""
@@ -102,7 +102,8 @@ class Standings:
         if made.value is None:
             return None
         n = max(self.mesh.size, 4)
-        values = [made.value, *(total(parts) for _, parts in self.sums(made))]
+        sums = (self._parts(made, *which) for which in self._sums_of(made))
+        values = [made.value, *(total(parts) for parts in sums if parts)]
         for value in values:
             for factor in [-1.0, *(float(k) for k in range(2, n + 1)), *(1.0 / k for k in range(2, n + 1))]:
                 if self._pool.find(value / factor) is not None:
@@ -120,6 +121,9 @@ class Standings:
             standing = self.of(at)
             if standing.right:
                 self._born[at.time] = standing.says_nothing
+                continue
+            if any(self.of(x).found is not None for x in at.inputs):
+                self._born[at.time] = False
                 continue
             unknown = [x for x in at.inputs if x.time not in self._born and x.time < at.time]
             if unknown:
