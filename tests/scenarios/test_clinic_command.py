@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -101,3 +104,15 @@ def test_hostile_names_are_only_unknown(capsys):
     for name in ("٣", "²", "27.0", "../cases", "[bold]x[/bold]", "c27_both_send_first", "0x1b", "9" * 5000):
         code, said = answer(capsys, name)
         assert code == 2 and "no case" in said["error"]
+
+
+def test_the_readme_says_what_the_clinic_does(capsys):
+    text = (Path(__file__).parents[2] / "README.md").read_text()
+    section = text.partition("## A debugging clinic\n")[2].partition("\n## ")[0]
+    commands = [shlex.split(line, comments=True) for line in section.splitlines() if line.startswith("emu clinic")]
+    assert len(commands) == 4 and [*commands[-1]] == ["emu", "clinic", "--all"]
+    for _, _, *argv in commands:
+        assert command(capsys, *argv)[0] == 0
+    (quoted,) = re.findall(r"```text\n(.*?)\n```", section, re.S)
+    assert emu.clinic.case(57).run().broken.says == quoted
+    assert section.lstrip().startswith(f"{len(emu.clinic.numbers())} faults")
