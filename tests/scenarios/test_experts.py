@@ -224,6 +224,37 @@ def test_scenario_43_the_router_gets_the_balance_gradient_of_one_device(over, dp
     assert not near(data.right("sequence"), data.right("batch"))  # these are two definitions
 
 
+@pytest.mark.parametrize(("dp", "ep"), [(2, 2), (4, 2), (4, 4)])
+@pytest.mark.parametrize("over", ["sequence", "batch"])
+def test_scenario_43_nor_does_it_matter_over_how_many_ranks_experts_are_shared_out(over, dp, ep):
+    """Each token's expert multiplies it, too, which gives the router no gradient."""
+    data = Choices()
+
+    class Mixture(Balanced):
+        def __init__(self):
+            super().__init__(data.w, over)
+            self.experts = Stack(normal(44, (4, 3, 3))[0])
+
+        def loss_sum(self, x, c):
+            tokens = x.unflatten(-1, (4, 3))
+            chosen = self.router(tokens)[1].flatten()
+            return super().loss_sum(x, c) + self.experts(tokens.flatten(0, 1), chosen).sum()
+
+    def program(rank):
+        model = Mixture()
+        styled = {
+            "router": styles.Router(),
+            "balance": styles.Balance(),
+            "experts": styles.Experts(columns=(), rows=()),
+        }
+        dist = emu.DataParallel(model, rank, "dp", sharding=shard_model(model, rank, styled))
+        dist.backward(data.batch())
+        return dist.gather_gradients()
+
+    for found in emu.launch(program, emu.Mesh(dp=dp, ep=ep)).results:
+        assert near(found["router.weight"], data.right(over)) and len(found["experts.w"]) == 4 // ep
+
+
 @pytest.mark.parametrize("dp", [1, 2, 3])
 @pytest.mark.parametrize("microbatches", [2, 3])
 def test_scenario_43_over_sequences_microbatches_change_nothing(dp, microbatches):

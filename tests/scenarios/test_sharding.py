@@ -84,11 +84,11 @@ def rows(n=16, width=4, seed=0):
 @pytest.mark.parametrize("form", ["both", "backward", "forward"])
 def test_scenario_4_accumulation_gives_the_full_batch_wherever_sync_is_turned_off(form):
     batches = [rows(seed=1), rows(seed=2)]
-    right = one_device(Layers(), batches, lr=0.1)
+    right = [one_device(Layers(), batches[:n], lr=0.1) for n in (1, 2)]  # after every step
 
     def program(rank):
         dist = emu.DataParallel(Layers(), rank, "dp", bucket_bytes=2**20)
-        opt = dist.optimizer(torch.optim.AdamW, lr=0.1)
+        opt, seen = dist.optimizer(torch.optim.AdamW, lr=0.1), []
         for step, data in enumerate(batches):
             rank.mark(f"step {step}")
             x, y = data.shard(rank, "dp")
@@ -109,15 +109,19 @@ def test_scenario_4_accumulation_gives_the_full_batch_wherever_sync_is_turned_of
                         loss = dist.loss_sum(*some)
                     loss.backward()
             dist.finish(data.tokens)
-            grads = dist.gather_gradients()
+            grads = {name: g.clone() for name, g in dist.gather_gradients().items()}
             opt.step()
             opt.zero_grad()
-        return grads, dist.gather_parameters()
+            seen.append((grads, {name: p.detach().clone() for name, p in dist.gather_parameters().items()}))
+        return seen
 
     run = emu.launch(program, emu.Mesh(dp=2))
-    for found in run.results:
-        for some, others in zip(found, right):
-            assert all(near(some[name], others[name]) for name in others)
+    for steps in run.results:
+        for found, expected in zip(steps, right, strict=True):
+            for some, others in zip(found, expected, strict=True):
+                assert all(near(some[name], others[name]) for name in others)
+    for name, p in run.results[0][-1][1].items():
+        assert torch.equal(p, run.results[1][-1][1][name])
     if form == "both":
         step = run.window("step 0", "step 1").trace
         sent = [e.bytes for _, e in step.of(Collective, rank=0) if e.kind == "all_reduce"]
@@ -424,6 +428,29 @@ def test_scenario_62_freeing_what_another_stream_still_fills_is_an_error():
 
     with pytest.raises(BufferInFlight, match="is freed by resize_"):
         emu.launch(program, emu.Mesh(dp=2))
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_scenario_62_freeing_what_another_stream_still_reads_is_an_error(waits):
+    """A whole layer that is let go of while the compute stream still multiplies by it."""
+
+    def program(rank):
+        whole, compute = torch.ones(8, 8), rank.stream("compute")
+        compute.wait_stream(rank.stream("default"))
+        with compute:
+            out = whole @ whole
+        if waits:
+            rank.stream("default").wait_stream(compute)
+        whole.untyped_storage().resize_(0)
+        compute.synchronize()
+        return out
+
+    if waits:
+        assert float(emu.launch(program, emu.Mesh(dp=1)).results[0][0, 0]) == 8
+        return
+    with pytest.raises(BufferInFlight, match="is freed by resize_") as caught:
+        emu.launch(program, emu.Mesh(dp=1))
+    assert "compute" in caught.value.streams
 
 
 # Further faults of these kinds.
