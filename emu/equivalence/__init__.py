@@ -2,7 +2,8 @@
 
 from emu.equivalence.check import TIERS, check
 from emu.equivalence.exact import Certificate, ExactMode
-from emu.equivalence.hazards import Hazard, Hazards, hazards, prove
+from emu.equivalence.hazards import hazards, prove
+from emu.equivalence.proof import Hazard, Hazards
 from emu.equivalence.verdict import Verdict
 from emu.equivalence.verify import verify
 
