@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import emu
+from emu.hardware import smallest_cluster
 from emu.run import Run
 
 Program = Callable[[emu.Rank], Any]
@@ -112,6 +113,14 @@ class Case:
             start += 1
         return "\n".join(lines[start:stop]).rstrip(), start + 1
 
+    @property
+    def by_itself(self) -> str:
+        """The command that runs the broken program without the clinic; "" where it needs devices of its own."""
+        if self.mesh.on != smallest_cluster(self.mesh.size):
+            return ""
+        roles = f" --precision {self.precision}" if self.precision else ""
+        return f"emu run {self.path}:broken --mesh {','.join(str(self.mesh).split())}{roles}"
+
     def run(self) -> Outcome:
         """Runs both programs, and says what emu finds."""
         return Outcome(self.number, self.examine(self.broken), self.examine(self.mended))
@@ -121,7 +130,8 @@ class Case:
         measured.
         """
         name = getattr(program, "__name__", "program")
-        launched = f"emu.launch({name}, emu.Mesh({', '.join(str(self.mesh).split())}))"
+        on = [] if self.mesh.on == smallest_cluster(self.mesh.size) else [f"on={self.mesh.on.name}"]
+        launched = f"emu.launch({name}, emu.Mesh({', '.join([*str(self.mesh).split(), *on])}))"
         try:
             run = emu.launch(program, self.mesh, backend="virtual", precision=self.precision)
         except emu.EmuError as error:

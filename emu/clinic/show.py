@@ -31,7 +31,8 @@ def shown(case: Case, outcome: Outcome) -> RenderableType:
         *_program(case, "broken", outcome.broken),
         *_program(case, "mended", outcome.mended),
         Text(f"\n{case.cure}"),
-        Text(f"To change it and try again: {case.path}", style="dim"),
+        Text(f"\nChange it, and try again: {case.path}", style="dim"),
+        Text(f"Run it by itself: {case.by_itself}" if case.by_itself else "", style="dim", end=""),
     )
 
 

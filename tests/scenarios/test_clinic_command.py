@@ -60,6 +60,25 @@ def test_a_case_shows_the_line_at_fault_what_emu_says_and_the_cure(capsys, monke
     assert [out.index(text) for text in order] == sorted(out.index(text) for text in order)
 
 
+def test_a_case_on_devices_of_its_own_is_not_said_to_run_elsewhere(capsys):
+    assert emu.clinic.case(62).by_itself == "" and emu.clinic.case(60).by_itself.endswith(
+        "--mesh dp=4 --precision fp32"
+    )
+    assert "by itself" not in command(capsys, "62")[1] and "by itself" in command(capsys, "60")[1]
+
+
+@pytest.mark.parametrize("number", [6, 41, 57])
+def test_a_broken_program_runs_without_the_clinic(capsys, number):
+    case = emu.clinic.case(number)
+    _, *argv = shlex.split(case.by_itself)
+    with pytest.raises(SystemExit) as exit_:
+        main([*argv, "--json"])
+    said = json.loads(capsys.readouterr().out)
+    ends = case.run().broken
+    assert exit_.value.code == (0 if ends.by == "check" else 2)
+    assert said.get("error", "") in ends.says and ("results" in said or said["hint"] in ends.says)
+
+
 def test_a_case_as_json_has_what_emu_said_word_for_word(capsys):
     code, said = answer(capsys, "27")
     (case,) = said["cases"]

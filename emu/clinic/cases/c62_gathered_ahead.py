@@ -14,7 +14,7 @@ UNIT = WIDTH * WIDTH * 4  # bytes of a whole layer
 def small(name):
     """A cluster of chips that have room for six whole layers: all shards take two of these, which leaves four."""
     there = emu.cluster(name)
-    return replace(there, chip=replace(there.chip, hbm_bytes=6 * UNIT))
+    return replace(there, name="small", chip=replace(there.chip, hbm_bytes=6 * UNIT))
 
 
 def shards(rank):
