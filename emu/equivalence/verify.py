@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from emu.equivalence.check import check
 from emu.equivalence.state import drops_out, name_of_dropout
 from emu.equivalence.verdict import Verdict
-from emu.parallel import Batch, Plan, SyncBatchNorm, as_batch, check_model, checked_plan, mesh_of, parallelize
+from emu.parallel import Batch, Plan, SyncBatchNorm, as_batch, check_fit, checked_plan, mesh_of, parallelize
 from emu.parallel.parallelize import set_capacity
 from emu.spmd import EmuError, Mesh, PlanError, Rank, grads
 
@@ -50,7 +50,7 @@ def verify(
     if tier == "float32":
         plan = replace(plan, precision="fp32")  # a tier is one dtype for all roles; the others see to that themselves
     made = model if isinstance(model, nn.Module) else _made(model)
-    check_model(made)
+    check_fit(made, plan)
     mesh = mesh_of(plan)
     _refuse_dropout(made, mesh)
     data = as_batch(batch) if batch is not None else random_batch(made, plan)

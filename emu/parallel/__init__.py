@@ -12,6 +12,7 @@ from emu.parallel.optimizer import Optimizer, Stepped
 from emu.parallel.parallelize import parallelize
 from emu.parallel.pipeline.pipeline import Pipeline
 from emu.parallel.plan import Plan, checked_plan, mesh_of
+from emu.parallel.plan_and_model import check_fit
 from emu.parallel.scaling import LossScale
 from emu.parallel.state import Piece, export_dcp, import_dcp, load, load_dcp, load_state, save, save_dcp, save_state
 from emu.parallel.statistics import SyncBatchNorm, synchronize_statistics
@@ -38,6 +39,7 @@ __all__ = [
     "Tradeoff",
     "Update",
     "as_batch",
+    "check_fit",
     "check_model",
     "checked_plan",
     "export_dcp",

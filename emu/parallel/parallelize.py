@@ -7,11 +7,13 @@ from typing import Any
 from torch import nn
 
 from emu.parallel.axes import DATA_AXES
+from emu.parallel.batch import checked_plain
 from emu.parallel.checkpointing import checkpointed
 from emu.parallel.checkpointing.offload import offloaded
 from emu.parallel.data import DataParallel
 from emu.parallel.pipeline.pipeline import Pipeline
 from emu.parallel.plan import Plan, checked_plan, mesh_of
+from emu.parallel.plan_and_model import check_fit
 from emu.parallel.tensor import shard_model
 from emu.spmd import EmuError, PlanError, Rank
 
@@ -20,7 +22,8 @@ def parallelize(model: nn.Module, plan: Plan, rank: Rank) -> DataParallel:
     """The distributed form of a plain model on one rank of the plan's mesh. It is no module: `.model` is.
 
     Raises:
-        PlanError: no plan, or one for another mesh than the rank's; EmuError: no module, one without loss_sum, or no rank.
+        PlanError: no plan, one for another mesh than the rank's, or one that does not fit the model; EmuError: no module, one
+            without loss_sum, or no rank.
     """
     plan = checked_plan(plan)
     if not isinstance(rank, Rank):
@@ -41,6 +44,8 @@ def parallelize(model: nn.Module, plan: Plan, rank: Rank) -> DataParallel:
             "launch it on the plan's mesh: emu.launch(program, emu.parallel.mesh_of(plan))",
             field="mesh",
         )
+    checked_plain(model, "parallelize(model, plan, rank)")
+    check_fit(model, plan)
     if plan.capacity is not None:
         set_capacity(model, plan.capacity)
     balances = {getattr(m, "over", None) for m in model.modules()}  # what balance losses are over

@@ -84,7 +84,7 @@ def test_a_map_that_does_not_fit_is_one_line_with_the_module_and_the_number(shar
 def test_heads_that_do_not_divide_name_the_module_and_the_nearest_number():
     with pytest.raises(PlanError, match=r"blocks.0.attention.q: 4 heads .* 3 ranks\n.*tp=2 is the nearest") as error:
         emu.verify(lambda: GPT(CONFIG), Plan("tp=3", seq=4))
-    assert error.value.nearest == 2
+    assert error.value.nearest == "tp=2"
 
 
 def test_sp_without_tp_is_refused_by_plans_and_by_models():

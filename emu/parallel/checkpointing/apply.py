@@ -56,7 +56,7 @@ def checkpointed(
         raise EmuError(f"a {type(model).__name__} is no module", "pass the model: checkpointed(model, 'full')")
     if rank is not None and not isinstance(rank, Rank):
         raise EmuError(f"the rank is a {type(rank).__name__}", "pass the rank that the program gets, or None")
-    found = _layers(model, layers)
+    found = layers_to_checkpoint(model, layers)
     if isinstance(policy, str):
         policy = Policy.named(policy, len(found))
     elif not isinstance(policy, Policy):
@@ -80,8 +80,8 @@ def checkpointed(
     return policy
 
 
-def _layers(model: nn.Module, layers: str | Sequence[nn.Module] | None) -> list[tuple[str, nn.Module]]:
-    """Names and modules of the layers."""
+def layers_to_checkpoint(model: nn.Module, layers: str | Sequence[nn.Module] | None) -> list[tuple[str, nn.Module]]:
+    """Names and modules of the layers. Raises an EmuError where there are none."""
     if layers is None:
         lists = [(path, m) for path, m in _outermost(model, "") if len(m)]
         if not lists:

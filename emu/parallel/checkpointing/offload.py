@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from emu.parallel.checkpointing.apply import _layers
+from emu.parallel.checkpointing.apply import layers_to_checkpoint
 from emu.parallel.checkpointing.travelling import Luggage, Registry, Seat, Ticket, storage_of, travels
 from emu.parallel.gathering import tensors_of
 from emu.spmd import EmuError, HostCopy, PlanError, Rank
@@ -57,8 +57,8 @@ def offloaded(
     for name, value, least in (("ahead", ahead, 1), ("least_bytes", least_bytes, 0)):
         if type(value) is not int or value < least:
             raise PlanError(f"{name}={value!r} is no whole number from {least}", f"say {name}={least}", field="offload")
-    chosen = _layers(model, layers)
-    chain = _layers(model, None) if layers is not None else chosen
+    chosen = layers_to_checkpoint(model, layers)
+    chain = layers_to_checkpoint(model, None) if layers is not None else chosen
     ours = {id(layer) for _, layer in chosen}
     if not ours <= {id(layer) for _, layer in chain}:
         chain = chosen

@@ -56,10 +56,11 @@ def check_model(model: Any, ranks: int) -> None:
         )
     if ranks > 1:
         for name, module in model.named_modules():
-            _check_module(name or what, module)
+            check_module(name or what, module)
 
 
-def _check_module(name: str, module: Any) -> None:
+def check_module(name: str, module: Any) -> None:
+    """Raises a PlanError for a module that would compute something else of this rank's tokens."""
     rate = getattr(getattr(module, "dropout", None), "p", 0.0) if name.endswith(".core") else 0.0
     rate = rate or getattr(getattr(module, "config", None), "attention_dropout", 0.0)
     if rate:

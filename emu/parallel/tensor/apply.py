@@ -49,13 +49,13 @@ def shard_model(
             field="sp",
             nearest=False,
         )
-    found = _styles(model, sharding_map if sharding_map is not None else map_of(model))
+    found = styles_of(model, sharding_map if sharding_map is not None else map_of(model))
     done: Any = Surgery(model, rank, tp, sp, found).done
     model.cut_inside = done  # so that nobody takes it for a plain one
     return done
 
 
-def _styles(model: nn.Module, sharding_map: Mapping[str, s.Style]) -> dict[str, s.Style]:
+def styles_of(model: nn.Module, sharding_map: Mapping[str, s.Style]) -> dict[str, s.Style]:
     """Module path -> style.
 
     Raises:
