@@ -25,6 +25,10 @@ def alone():
 
 def sizes(rank):
     return [rank.mesh.size, rank.group("ep").size]
+
+def early(rank):
+    if rank.id != 1:
+        rank.group("tp").barrier()
 """
 
 
@@ -124,3 +128,25 @@ def test_as_many_processes_start_as_the_mesh_has_ranks(programs, tmp_path):
     argv = [sys.executable, "-m", "emu", "run", f"{programs}:sizes", "--mesh", "dp=1,tp=2,ep=2", "--real", "--json"]
     done = subprocess.run(argv, capture_output=True, text=True, env=env, cwd=tmp_path, timeout=120)
     assert json.loads(done.stdout)["results"] == [[2, 2]] * 2
+
+
+def test_a_picture_is_of_the_timeline_or_of_who_waits_for_whom(capsys, programs, tmp_path):
+    path = tmp_path / "picture.png"
+    assert answer(capsys, "run", f"{programs}:step", "--mesh", "tp=2", "--picture", str(path))[0] == 0
+    timeline = path.read_bytes()
+    code, said = answer(capsys, "run", f"{programs}:early", "--mesh", "tp=2", "--picture", str(path))
+    assert code == 2 and "likely cause: programs.py" in said["error"] and "`if rank.id != 1:`" in said["error"]
+    assert (
+        timeline.startswith(b"\x89PNG") and path.read_bytes().startswith(b"\x89PNG") and path.read_bytes() != timeline
+    )
+
+
+def test_pictures_that_cannot_be_are_refused_first(capsys, programs, tmp_path):
+    code, said = answer(
+        capsys, "run", f"{programs}:early", "--mesh", "tp=2", "--picture", str(tmp_path / "no" / "a.png")
+    )
+    assert code == 2 and said["error"].startswith("--picture")
+    code, said = answer(
+        capsys, "run", f"{programs}:step", "--mesh", "tp=2", "--real", "--picture", str(tmp_path / "a.png")
+    )
+    assert code == 2 and said["error"].startswith("--picture") and not (tmp_path / "a.png").exists()

@@ -43,20 +43,31 @@ def run(
         bool, typer.Option("--hazards", help="Prove that no wait is missing, or say where; then exit with 1.")
     ] = False,
     save: Annotated[Path | None, typer.Option(help="Write the run to this file (with --real, that of rank 0).")] = None,
+    picture: Annotated[
+        Path | None,
+        typer.Option(help="Write a PNG to this file: the timeline, or who waits for whom if the program deadlocks."),
+    ] = None,
     as_json: Json = False,
 ) -> int:
     """Run a program on a virtual cluster (or with --real on this machine's devices) and show what it costs."""
     from emu.parallel import parse_mesh
-    from emu.spmd import EmuError, Mesh
+    from emu.spmd import Deadlock, EmuError, Mesh
 
-    if save is not None:
-        refuse_unwritable("--save", save)
+    for option, path in (("--save", save), ("--picture", picture)):
+        if path is not None:
+            refuse_unwritable(option, path)
     axes = parse_mesh(mesh) if mesh is not None else {"dp": (n or 2) if real else 8}
     table, metrics, proof = None, None, None
     if real:
         if hazards:
             raise EmuError("--hazards is proved on virtual devices", "leave out --real: the proof is of both")
-        simulated = {"--backend": backend, "--order": order, "--cluster": cluster, "--launch-mode": launch_mode}
+        simulated = {
+            "--picture": picture,
+            "--backend": backend,
+            "--order": order,
+            "--cluster": cluster,
+            "--launch-mode": launch_mode,
+        }
         _refuse_with_real({option: value for option, value in simulated.items() if value is not None}, axes, n)
         from emu.torchrun import run_real
 
@@ -69,15 +80,22 @@ def run(
         from emu.view.tables import metrics_table
 
         order = order or "program"
-        done = launch(
-            load(program),
-            Mesh(on=_cluster(cluster), **axes),
-            backend=backend or "virtual",
-            order=int(order) if order.isascii() and order.removeprefix("-").isdigit() else order,
-            launch_mode=launch_mode or "eager",
-            precision=precision,
-            uses=hazards,
-        )
+        try:
+            done = launch(
+                load(program),
+                Mesh(on=_cluster(cluster), **axes),
+                backend=backend or "virtual",
+                order=int(order) if order.isascii() and order.removeprefix("-").isdigit() else order,
+                launch_mode=launch_mode or "eager",
+                precision=precision,
+                uses=hazards,
+            )
+        except Deadlock as error:
+            if picture is not None:
+                _draw(picture, error)
+            raise
+        if picture is not None:
+            _draw(picture, done)
         proof = done.hazards() if hazards else None
         if save is not None:
             done.save(save)
@@ -102,11 +120,18 @@ def run(
     return code
 
 
+def _draw(path: Path, of: Any) -> None:
+    """Writes the picture of a run, or of a deadlock."""
+    from emu.view import png_bytes, timeline_figure, waiting_figure
+
+    path.write_bytes(png_bytes(timeline_figure(of.timeline()) if hasattr(of, "timeline") else waiting_figure(of)))
+
+
 def _cut(text: str, most: int = 200) -> str:
     return text if len(text) <= most else text[: most - 3] + "..."
 
 
-def _refuse_with_real(simulated: dict[str, str], axes: dict[str, int], n: int | None) -> None:
+def _refuse_with_real(simulated: dict[str, Any], axes: dict[str, int], n: int | None) -> None:
     from emu.real.launch import under_torchrun
     from emu.spmd import EmuError, Mesh
     from emu.trace.units import count_text

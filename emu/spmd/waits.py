@@ -46,7 +46,7 @@ class WaitGraph:
 
     def __str__(self) -> str:
         """A line for each rank that waits, or for all that wait alike where they are many; then the circle."""
-        lines = _grouped(self) if len(self.waits) > ALONE else [_line(self, [wait]) for wait in self.waits]
+        lines = grouped_lines(self) if len(self.waits) > ALONE else [_line(self, [wait]) for wait in self.waits]
         more = [f"  ... and {len(lines) - SHOWN} more"] * (len(lines) > SHOWN)
         lines = lines[:SHOWN] + more
         if self.circle:
@@ -95,7 +95,7 @@ def ranks_words(ranks: Sequence[int], most: int = 8) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {shown}"
 
 
-def _grouped(graph: WaitGraph) -> list[str]:
+def grouped_lines(graph: WaitGraph) -> list[str]:
     """A line for all that wait in the same call for the same ranks; or, each in its own, for the same number of ranks on."""
     alike: dict[tuple, list[Wait]] = {}
     for wait in graph.waits:

@@ -17,6 +17,7 @@ from emu.view.routing import routing_figure
 from emu.view.style import png_bytes, png_data_uri
 from emu.view.tables import Table, comparison_table, metrics_table
 from emu.view.timeline import timeline_figure
+from emu.view.waiting import waiting_figure
 
 __all__ = [
     "Code",
@@ -47,5 +48,6 @@ __all__ = [
     "schedule_figure",
     "side_by_side",
     "timeline_figure",
+    "waiting_figure",
     "write_report",
 ]

@@ -1,4 +1,4 @@
-"""How runs, timelines, memory, meshes and schedules show themselves in a notebook.
+"""How runs, timelines, memory, meshes, schedules and deadlocks show themselves in a notebook.
 
 Those classes lie below the view and may not know it: it gives them their representations from here. Nothing is
 imported for it until a notebook asks for a picture.
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def attach(run_class: type | None = None) -> None:
-    """Gives Timeline, Memory, Mesh, Schedule and Timed, and a Run class if one is passed, their notebook representations.
+    """Gives Timeline, Memory, Mesh, Schedule, Timed and Deadlock, and a Run class if one is passed, their representations.
 
     Calling it again changes nothing.
 
@@ -20,13 +20,14 @@ def attach(run_class: type | None = None) -> None:
     """
     from emu.cost import Timeline
     from emu.parallel.pipeline import Schedule, Timed
-    from emu.spmd import Mesh
+    from emu.spmd import Deadlock, Mesh
     from emu.trace.memory import Memory
 
     Timeline._repr_png_ = _timeline_png  # type: ignore[attr-defined]
     Memory._repr_png_ = _memory_png  # type: ignore[attr-defined]
     Mesh._repr_html_ = _mesh_html  # type: ignore[attr-defined]
     Schedule._repr_png_ = Timed._repr_png_ = _schedule_png  # type: ignore[attr-defined]
+    Deadlock._repr_html_ = _deadlock_html  # type: ignore[attr-defined]
     if run_class is not None:
         run_class._repr_html_ = _run_html
 
@@ -64,6 +65,20 @@ def _mesh_html(mesh: Any) -> str:
     from emu.view.mesh import mesh_html
 
     return mesh_html(mesh)
+
+
+def _deadlock_html(error: Any) -> str | None:
+    """What a caught one says, and who waits for whom; None, and so its text, where nobody could tell."""
+    from emu.spmd import EmuError
+    from emu.view.style import NOTEBOOK_DPI, png_data_uri
+    from emu.view.waiting import waiting_figure
+
+    try:
+        picture = png_data_uri(waiting_figure(error), NOTEBOOK_DPI)
+    except EmuError:
+        return None
+    shown = f'<img style="max-width:100%;background:#fff" alt="who waits for whom" src="{picture}">'
+    return f"<div><pre>{escape(str(error))}</pre>{shown}</div>"
 
 
 def _run_html(run: Any) -> str:

@@ -153,7 +153,7 @@ def _branch(node: ast.AST, arm: str, on_rank: frozenset[str]) -> Branch:
     names: list[str] = []
     kind = "branch"
     if isinstance(node, (ast.For, ast.AsyncFor)):
-        kind, tests, text = "loop", [node.iter], f"for {ast.unparse(node.target)} in {ast.unparse(node.iter)}:"
+        kind, tests, text = "loop", [node.iter], f"for {_bare(node.target)} in {ast.unparse(node.iter)}:"
         names = _targets(node.target)
     elif isinstance(node, ast.While):
         kind, tests, text = "loop", [node.test], f"while {ast.unparse(node.test)}:"
@@ -180,6 +180,12 @@ def _branch(node: ast.AST, arm: str, on_rank: frozenset[str]) -> Branch:
     differs = any(depends(test, on_rank) for test in tests)
     text = text if len(text) <= 80 else text[:76] + " ..."
     return Branch(kind, node.lineno, node.col_offset, arm, text, differs, names=tuple(names))  # type: ignore[attr-defined]
+
+
+def _bare(target: ast.AST) -> str:
+    """As it is written before `in`: without parentheses."""
+    text = ast.unparse(target)
+    return text[1:-1] if isinstance(target, ast.Tuple) and text.startswith("(") else text
 
 
 def _exits(

@@ -206,6 +206,18 @@ def test_groups_entered_in_another_order():
     assert (error.cause.kind, error.cause.where) == ("order", line(program, 2))
 
 
+def test_a_loop_over_what_is_left_of_the_data():
+    data = [(ones(1), ones(1))] * 8
+
+    def program(rank):
+        mine = data[rank.id :: 3]
+        for x, y in mine:
+            rank.group().all_reduce(x + y)
+
+    error = failing(program, kind=RankLeft)
+    assert (error.cause.kind, error.cause.where) == ("loop", line(program, 2)) and "`for x, y in mine:`" in str(error)
+
+
 def test_a_condition_that_a_helper_was_given():
     def reduce(group, x, wanted):
         if wanted:
