@@ -168,7 +168,7 @@ def _advice(
         )
     if names := say_names(wrong, ours, right):
         return names
-    if any(d.why for d in wrong):  # not finite
+    if any("finite" in d.why for d in wrong):
         return "find the first operation that overflows, or use a batch and weights that do not"
     if factor := common_factor(wrong, ours, right):
         return say_factor(factor, mesh)

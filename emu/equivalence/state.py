@@ -143,7 +143,8 @@ def _add(bits: Any, value: Any) -> None:
     if isinstance(value, Tensor):
         looking = torch._C.DisableTorchFunctionSubclass()  # a parameter that is away in shards has no bits, and says so
         with torch.no_grad(), torch._C._DisableTorchDispatch(), looking:
-            flat = value.detach().contiguous().reshape(-1)
+            plain = value.detach() if value.layout is torch.strided else value.detach().to_dense()
+            flat = plain.contiguous().reshape(-1)
             bits.update(f"{value.dtype}{tuple(value.shape)}".encode())
             bits.update(flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"")
     else:

@@ -24,6 +24,8 @@ class _Numbers:
         self.near = ALIKE * float(np.abs(flat).max())
         apart = np.diff(self.sorted) > 2 * self.near
         self.alone = np.concatenate([[True], apart]) & np.concatenate([apart, [True]])  # no other number is alike
+        self.likes = np.concatenate([[0], np.cumsum(apart)])  # which numbers are alike, and how many there are
+        self.count = np.bincount(self.likes)
 
     def hold(self, flat: Array) -> bool:
         """Whether these numbers are among the tensor's, in the order in which they stand there."""
@@ -31,6 +33,8 @@ class _Numbers:
         before = (at - 1).clip(0)
         at = np.where(np.abs(self.sorted[before] - flat) < np.abs(self.sorted[at] - flat), before, at)
         if not bool((np.abs(self.sorted[at] - flat) <= self.near).all()):
+            return False
+        if bool((np.bincount(self.likes[at], minlength=self.count.size) > self.count).any()):
             return False
         places = self.place[at[self.alone[at]]]
         return bool((np.diff(places) > 0).all())

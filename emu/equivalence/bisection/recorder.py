@@ -6,7 +6,7 @@ import bisect
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from emu.trace.ops import op_of
 from emu.virtual.lines import user_line
 from emu.virtual.names import Names
 from emu.virtual.rendezvous import Half, Rendezvous
+from emu.virtual.streams import extent
 
 if TYPE_CHECKING:
     from emu.spmd.group import Group
@@ -107,9 +108,26 @@ class Record:
         finally:
             _here.recorder = None
 
-    def maker(self, rank: int, x: Tensor) -> Made | None:
-        """What a tensor that a rank returns was last written by."""
-        return self.recorders[rank].writers.get(x.untyped_storage()._cdata)
+    def makers(self, rank: int, x: Tensor) -> list[Made]:
+        """What a tensor that a rank returns was last written by; nothing if that was no op."""
+        if x.layout is not torch.strided or x.untyped_storage()._cdata not in self.recorders[rank].writers:
+            return []
+        return self.recorders[rank].makers(x)
+
+
+class Written(NamedTuple):
+    """Bytes of a storage, and what they were last written by."""
+
+    start: int
+    end: int
+    made: Made
+
+    def besides(self, start: int, end: int) -> Iterator[Written]:
+        """What is left of it where some bytes are written anew."""
+        if self.start < start:
+            yield self._replace(end=min(self.end, start))
+        if end < self.end:
+            yield self._replace(start=max(self.start, end))
 
 
 class Recorder(TorchDispatchMode):
@@ -118,7 +136,7 @@ class Recorder(TorchDispatchMode):
     def __init__(self, record: Record, rank: int) -> None:
         super().__init__()
         self.record, self.rank, self.names = record, rank, Names()
-        self.writers: dict[int, Made] = {}  # by storage
+        self.writers: dict[int, list[Written]] = {}  # by storage: who wrote its bytes last
         self._storages: list[Any] = []  # kept, so that no number is given twice
         self._next = 0  # the number that autograd gives its next node
         self._numbers: list[int] = [-1]  # of autograd nodes, from which on ...
@@ -134,10 +152,10 @@ class Recorder(TorchDispatchMode):
         if op.views:
             self.where()  # a backward may communicate where forward only looks at a tensor anew
             return func(*args, **kwargs)
-        inputs = [self.maker(x) for x in _tensors((*args, *kwargs.values()))]
+        inputs = [made for x in _tensors((*args, *kwargs.values())) for made in self.makers(x)]
         out = func(*args, **kwargs)
         written = _tensors([args[i] for i in op.writes if i < len(args)] + [kwargs.get(n) for n in op.out_names])
-        where = self.where()
+        where = self.where(any(x.requires_grad for x in _tensors(args)))
         for x in written or _tensors([out]):
             self.wrote(x, op.name, where, inputs)
         return out
@@ -151,29 +169,30 @@ class Recorder(TorchDispatchMode):
         members: tuple[int, ...] = (),
     ) -> None:
         """Notes that an op, or a communication, wrote a tensor."""
-        storage = x.untyped_storage()
-        before = self.writers.get(storage._cdata)
-        if before is None:
+        storage, record = x.untyped_storage(), self.record
+        start, end = extent(x)
+        made = Made(self.rank, len(record.made), op, where, record.copy(x), list(dict.fromkeys(inputs)), members)
+        record.add(made)
+        if storage._cdata not in self.writers:
             self._storages.append(storage)
-        made = list(dict.fromkeys(inputs))
-        if before is not None and before not in made and x.numel() * x.element_size() < storage.nbytes():
-            made.append(before)  # the rest of the storage is as it was
-        record = self.record
-        new = Made(self.rank, len(record.made), op, where, record.copy(x), made, members)
-        record.add(new)
-        self.writers[storage._cdata] = new
+        before = self.writers.get(storage._cdata, [])
+        rest = [part for w in before for part in w.besides(start, end)] if x.is_contiguous() else before
+        self.writers[storage._cdata] = [*rest, Written(start, end, made)]
 
-    def maker(self, x: Tensor) -> Made:
-        """What wrote a tensor last; what came from outside counts as made when it is first read."""
+    def makers(self, x: Tensor) -> list[Made]:
+        """What wrote a tensor last, part by part; what came from outside counts as made when it is first read."""
         storage = x.untyped_storage()
-        found = self.writers.get(storage._cdata)
-        if found is None:
+        if storage._cdata not in self.writers:
             self.wrote(x, "", ("", "", ""), [])
-            found = self.writers[storage._cdata]
-        return found
+        start, end = extent(x)
+        return [w.made for w in self.writers[storage._cdata] if w.start < end and start < w.end]
 
-    def where(self) -> tuple[str, str, str]:
-        """Layer, direction and line. Of a backward it is the line at which forward made the node."""
+    def where(self, learns: bool = False) -> tuple[str, str, str]:
+        """Layer, direction and line. Of a backward it is the line at which forward made the node.
+
+        Args:
+            learns: whether a gradient is wanted of what is read.
+        """
         node = _node_now()
         if node is None or torch.is_grad_enabled():
             line, following, scope = user_line(), _number_now(), self.names.scope
@@ -181,7 +200,7 @@ class Recorder(TorchDispatchMode):
                 self._numbers.append(self._next)
                 self._lines.append(line)
                 self._next = following
-            return scope, "forward" if scope or torch.is_grad_enabled() else "", line
+            return scope, "forward" if scope or learns else "", line
         at = bisect.bisect_right(self._numbers, node._sequence_nr()) - 1
         return self.names.of_node(node), "backward", self._lines[at] or user_line()
 
@@ -196,7 +215,7 @@ class Overheard(Rendezvous):
 
     def carry_out(self, group: Group, calls: Sequence[Call], line: str) -> None:
         recorders = [self._record.recorders[member] for member in group.members]
-        inputs = [r.maker(c.source) for r, c in zip(recorders, calls) if c.source is not None]
+        inputs = [m for r, c in zip(recorders, calls) if c.source is not None for m in r.makers(c.source)]
         super().carry_out(group, calls, line)
         layer, direction, here = _here.recorder.where()
         where = layer, direction, here if direction == "backward" else line.partition(" while ")[0]
@@ -212,11 +231,11 @@ class Overheard(Rendezvous):
 
     def deliver(self, group: Group, target: Tensor, source: Tensor, line: str) -> None:
         sender, receiver = (self._record.recorders[rank] for rank in self._pair)
-        given = sender.maker(source)
+        given = sender.makers(source)
         super().deliver(group, target, source, line)
         layer, direction, here = _here.recorder.where()
         where = layer, direction, here if direction == "backward" else line.partition(" while ")[0]
-        receiver.wrote(target, f"send from rank {self._pair[0]} to {self._pair[1]}", where, [given], self._pair)
+        receiver.wrote(target, f"send from rank {self._pair[0]} to {self._pair[1]}", where, given, self._pair)
 
 
 @contextmanager
@@ -243,11 +262,8 @@ def naming() -> Iterator[None]:
 
 
 def _tensors(values: Any) -> list[Tensor]:
-    """The tensors among an op's arguments or results, in lists too."""
-    found: list[Tensor] = []
+    """The dense tensors among an op's arguments or results, in lists too."""
+    found: list[Any] = []
     for value in values:
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, (list, tuple)):
-            found += [x for x in value if isinstance(x, Tensor)]
-    return found
+        found += value if isinstance(value, (list, tuple)) else (value,)
+    return [x for x in found if isinstance(x, Tensor) and x.layout is torch.strided]

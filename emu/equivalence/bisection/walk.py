@@ -46,21 +46,19 @@ def bisect(
 
 def _makers(name: str, results: Sequence[Any], record: Record) -> list[Made]:
     """What made a result, on every rank that has it."""
-    found = []
+    found: list[Made] = []
     for rank, result in enumerate(results):
-        value = named(result).get(name)
-        made = None if value is None else _maker(rank, value[0], record)
-        if made is not None:
-            found.append(made)
+        if name in (values := named(result)):
+            found += _made(rank, values[name][0], record)
     return found
 
 
-def _maker(rank: int, value: Tensor, record: Record) -> Made | None:
-    made = record.maker(rank, value)
-    if made is None and value.numel() == 1:  # a number that was read off a tensor
+def _made(rank: int, value: Tensor, record: Record) -> list[Made]:
+    made = record.makers(rank, value)
+    if not made and value.numel() == 1:  # a number that was read off a tensor
         number = float(value)
         alike = (m for m in reversed(record.made) if m.rank == rank and m.value is not None and m.value.numel() == 1)
-        made = next((m for m in alike if float(m.value or 0.0) == number), None)
+        made = [m for m in alike if float(m.value or 0.0) == number][:1]
     return made
 
 
@@ -131,8 +129,7 @@ def _elsewhere(
     """A result whose numbers are right ones, but others than asked for; or which was never anything."""
     for name, made in makers:
         found = standings.of(made).found
-        wanted = named(answer).get(name)
-        goal = None if wanted is None else _maker(0, wanted[0], right)
+        goal = next(iter(_makers(name, [answer], right)), None)
         if found is None or goal is None:
             continue
         step = next((m for m in _back_from(goal) if found in m.inputs), None)
@@ -144,6 +141,8 @@ def _elsewhere(
             says = f"{name!r} has the numbers of another tensor of the reference, that of {described(found)}"
         return _divergence(name, made, says, standings)
     for name, made in makers:
+        if made.value is None:  # whole numbers: they are not looked for
+            continue
         says = "zeros" if standings.of(made).says_nothing else "numbers that are in no tensor of the reference"
         return _divergence(name, made, f"{name!r} has {says}", standings)
     return None
