@@ -24,8 +24,23 @@ except ModuleNotFoundError as missing:
         "emu.testing needs hypothesis, which is not installed", 'pip install hypothesis, or: pip install "emu[testing]"'
     ) from missing
 
+from emu.testing.changes import CHANGES
+from emu.testing.grammar import WrittenProgram
 from emu.testing.meshes import meshes
 from emu.testing.models import ModelFactory, batches, models
 from emu.testing.plans import plans
+from emu.testing.wrong import WrongProgram, programs, write_wrong_program, wrong_programs
 
-__all__ = ["ModelFactory", "batches", "meshes", "models", "plans"]
+__all__ = [
+    "CHANGES",
+    "ModelFactory",
+    "WrittenProgram",
+    "WrongProgram",
+    "batches",
+    "meshes",
+    "models",
+    "plans",
+    "programs",
+    "write_wrong_program",
+    "wrong_programs",
+]
