@@ -6,7 +6,7 @@ out wrong one walks back along what it was made of, as far as nothing is found: 
 something wrong came out.
 """
 
-from emu.equivalence.bisection.walk import bisect
 from emu.equivalence.bisection.divergence import Divergence
+from emu.equivalence.bisection.walk import bisect
 
 __all__ = ["Divergence", "bisect"]

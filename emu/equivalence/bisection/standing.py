@@ -13,6 +13,7 @@ from emu.equivalence.bisection.pool import Pool
 from emu.equivalence.bisection.recorder import Made, Record
 from emu.spmd import Mesh
 
+NOISE = 1e-13  # of what it was made of: what is left of a sum that is truly zero
 TURNS = "microbatches"  # in place of an axis: what is made at one place, time after time, is summed
 
 
@@ -43,6 +44,11 @@ class Standings:
         self._known: dict[int, Standing] = {}  # by time
         self._sums: dict[tuple[tuple[str, ...], int, tuple[int, ...]], Made | None] = {}  # by kind, turn and ranks
         self._born: dict[int, bool] = {}
+        self._recovers: dict[int, bool] = {}
+        self._users: dict[int, list[Made]] = {}  # by time: what was made of it
+        for made in record.made:
+            for x in made.inputs:
+                self._users.setdefault(x.time, []).append(made)
         wide = [axis for axis, n in mesh.axes.items() if n > 1]
         self._along = {(rank, axis): mesh.members(rank, axis) for rank in range(mesh.size) for axis in wide}
         self._groups = {  # by rank: over which axes, and the ranks that a sum over them has
@@ -57,7 +63,7 @@ class Standings:
         return known
 
     def _look(self, made: Made) -> Standing:
-        if made.value is None or not bool(made.value.any()):
+        if made.value is None or _size(made) <= NOISE * max(map(_size, made.inputs), default=0.0):
             return Standing(None, says_nothing=True)
         found = self._pool.find(made.value)
         if found is not None:
@@ -110,6 +116,30 @@ class Standings:
                     return factor
         return None
 
+    def recovers(self, made: Made) -> bool:
+        """Whether something is found that the same layer made of it, in the same direction: then it is a step on the way.
+
+        A block of attention is such a step: no tensor of one device has its numbers, and the merged blocks are right.
+        Single numbers prove nothing: a loss function counts its labels, whatever it is given.
+        """
+        stack = [made]
+        while stack:
+            at = stack[-1]
+            if at.time in self._recovers:
+                stack.pop()
+                continue
+            users = [x for x in self._users.get(at.time, ()) if (x.layer, x.direction) == (at.layer, at.direction)]
+            users = [x for x in users if not self.of(x).says_nothing]
+            if any(self.of(x).found is not None and not x.is_number for x in users):
+                self._recovers[at.time] = True
+                continue
+            unknown = [x for x in users if x.time not in self._recovers and self.of(x).found is None]
+            if unknown:
+                stack += unknown
+                continue
+            self._recovers[at.time] = any(self._recovers.get(x.time, False) for x in users)
+        return self._recovers[made.time]
+
     def born(self, made: Made) -> bool:
         """Whether nothing that went into it, near or far, is found: a rank's own numbers, such as weights to be replaced."""
         stack = [made]
@@ -140,6 +170,10 @@ def total(parts: list[Made]) -> Tensor:
     for value in values[1:]:
         out += value
     return out
+
+
+def _size(made: Made) -> float:
+    return 0.0 if made.value is None or not made.value.numel() else float(made.value.abs().max())
 
 
 def _same(values: list[Tensor | None]) -> bool:

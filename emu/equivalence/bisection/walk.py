@@ -70,6 +70,7 @@ def _crossing(makers: Sequence[tuple[str, Made]], standings: Standings) -> Diver
     names = list(dict.fromkeys(name for name, _ in makers))
     leads = _leads([(made, 1 << names.index(name)) for name, made in makers], standings)
     crossings = [(made, to) for made, to in leads if _crosses(made, standings)]
+    crossings = [(made, to) for made, to in crossings if not standings.recovers(made)] or crossings
     if not crossings:
         return None
     most = max(to.bit_count() for _, to in crossings)
