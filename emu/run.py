@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import torch
 
-from emu.cost import LAUNCH_MODES, Metrics, Timeline, collective_s, kernel_s, price, transfer_s
+from emu.cost import LAUNCH_MODES, Advice, Metrics, Timeline, advise, collective_s, kernel_s, price, transfer_s
 from emu.equivalence import Hazards, Verdict, check, prove
 from emu.equivalence import hazards as hazards_of
 from emu.hardware import Cluster, cluster
@@ -169,6 +169,10 @@ class Run:
         peaks = [self.memory.peak_bytes(rank) for rank in self.trace.ranks] if self.has_memory else None
         return replace(priced, peak_hbm_bytes=peaks)
 
+    def advice(self) -> list[Advice]:
+        """What would make it faster, smaller or right, as far as its trace shows, with what that would gain; most first."""
+        return advise(self.timeline(), self.memory if self.has_memory else None)
+
     def gather_results(self) -> list[Any]:
         """Every rank's result, in rank order; in a real run every rank must call it."""
         return self._gather() if self._gather is not None else list(cast("list[Any]", self.results))
@@ -235,17 +239,8 @@ class Run:
         return part
 
     def _with(self, trace: Trace) -> Run:
-        return Run(
-            self.program,
-            self.mesh,
-            self.cluster,
-            self.results,
-            trace,
-            self.launch_mode,
-            self._args,
-            self._gather,
-            self._no_memory,
-        )
+        known = (self.program, self.mesh, self.cluster, self.results, trace, self.launch_mode)
+        return Run(*known, self._args, self._gather, self._no_memory)
 
     def __repr__(self) -> str:
         return f"Run({self.mesh}, {len(self.trace)} events on {self.cluster.name})"

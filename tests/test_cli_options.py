@@ -26,6 +26,10 @@ def alone():
 def sizes(rank):
     return [rank.mesh.size, rank.group("ep").size]
 
+def scalars(rank):
+    for _ in range(20):
+        torch.ones(1000, 1000).sum().item()
+
 def early(rank):
     if rank.id != 1:
         rank.group("tp").barrier()
@@ -150,3 +154,13 @@ def test_pictures_that_cannot_be_are_refused_first(capsys, programs, tmp_path):
         capsys, "run", f"{programs}:step", "--mesh", "tp=2", "--real", "--picture", str(tmp_path / "a.png")
     )
     assert code == 2 and said["error"].startswith("--picture") and not (tmp_path / "a.png").exists()
+
+
+def test_a_run_is_given_advice(capsys, programs):
+    code, said = answer(capsys, "run", f"{programs}:scalars", "--mesh", "tp=2")
+    (advice,) = said["advice"]
+    assert code == 0 and advice["kind"] == "host waits" and advice["gain_s"] > 0 and advice["hint"]
+    with pytest.raises(SystemExit):
+        main(["run", f"{programs}:scalars", "--mesh", "tp=2"])
+    assert "advice: the host reads values of the device 20 times a rank" in capsys.readouterr().out
+    assert answer(capsys, "run", f"{programs}:step", "--mesh", "tp=2")[1]["advice"] == []

@@ -57,7 +57,7 @@ def run(
         if path is not None:
             refuse_unwritable(option, path)
     axes = parse_mesh(mesh) if mesh is not None else {"dp": (n or 2) if real else 8}
-    table, metrics, proof = None, None, None
+    table, metrics, proof, advice = None, None, None, []
     if real:
         if hazards:
             raise EmuError("--hazards is proved on virtual devices", "leave out --real: the proof is of both")
@@ -100,10 +100,13 @@ def run(
         if save is not None:
             done.save(save)
         shown, metrics = [plain(result) for result in done.gather_results()], done.metrics.as_dict()
+        advice = done.advice()
         table = metrics_table(done.metrics, f"{program} on {done.cluster.name} ({done.mesh})")
     code = DONE if proof is None or proof else FALSE
     if as_json:
-        told = {} if proof is None else {"hazards": proof.as_dict()}
+        told: dict[str, Any] = {} if proof is None else {"hazards": proof.as_dict()}
+        if not real:
+            told["advice"] = [one._asdict() for one in advice]
         print_json({"results": shown, "metrics": metrics, "ranks": len(shown), **told})
         return code
     from rich.console import Console
@@ -115,6 +118,8 @@ def run(
         console.print(f"rank {rank} returned {_cut(str(result))}", markup=False, highlight=False)
     if len(shown) > 4:
         console.print(f"(and {len(shown) - 4} more ranks: see --json)", markup=False, highlight=False)
+    for one in advice:
+        console.print(f"advice: {one}", markup=False, highlight=False)
     if proof is not None:
         console.print(str(proof), markup=False, highlight=False)
     return code

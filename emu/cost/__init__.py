@@ -1,5 +1,6 @@
 """What things cost on a cluster: kernels, collectives, and with them a whole trace."""
 
+from emu.cost.advice import Advice, advise
 from emu.cost.collectives import collective_s, sent_bytes, transfer_s
 from emu.cost.errors import NeverCompletes, PricingError
 from emu.cost.host_copies import host_copy_s
@@ -10,11 +11,13 @@ from emu.cost.timeline import Span, Timeline
 
 __all__ = [
     "LAUNCH_MODES",
+    "Advice",
     "Metrics",
     "NeverCompletes",
     "PricingError",
     "Span",
     "Timeline",
+    "advise",
     "collective_s",
     "host_copy_s",
     "kernel_s",
