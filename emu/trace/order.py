@@ -35,6 +35,7 @@ class Known(NamedTuple):
 
 
 NOTHING = Known(0, {})
+HOST = "\0"  # in place of a stream: what comes before whatever the program issues from now on
 Point = dict[str, Known]  # of every stream, how much comes before
 
 
@@ -48,8 +49,7 @@ class Order:
     def __init__(self, ignored: Collection[int] = ()) -> None:
         self._ignored = ignored
         self._ticks: dict[str, int] = {}
-        self._seen: dict[str, Point] = {}
-        self._host: Point = {}  # what comes before whatever the program issues from now on
+        self._seen: dict[str, Point] = {HOST: {}}
         self._events: dict[int, Point] = {}
         self._works: dict[int, Point] = {}
         self._steps: dict[tuple[str, str], tuple[list[int], list[int]]] = {}
@@ -93,9 +93,11 @@ class Order:
     def _start(self, stream: str) -> Point:
         seen = self._seen.get(stream)
         if seen is None:  # a new stream comes after all that the host has waited for
-            seen = self._seen[stream] = {}
+            seen = self._seen[stream] = {k: known for k, known in self._seen[HOST].items() if k != stream}
             self._ticks[stream] = 0
-            self._merge(stream, self._host, -1, None)
+            for other in seen:
+                ticks, indices = self._steps[HOST, other]
+                self._steps[stream, other] = [*ticks], [*indices]
         return seen
 
     def _advance(self, stream: str) -> None:
@@ -125,12 +127,11 @@ class Order:
         if what == "event":
             points = [self._events.get(int(number), {}) if number.isdecimal() else {}]
         else:
-            points = [self._point(s) for s in ([event.stream] if event.stream else list(self._seen))]
+            points = [self._point(s) for s in ([event.stream] if event.stream else list(self._ticks))]
         for point in points:
-            for other, known in point.items():
-                self._host[other] = _joined(self._host.get(other, NOTHING), _through(index, known))
-        for stream in self._seen:
-            self._merge(stream, self._host, index, None)
+            self._merge(HOST, point, index, index)
+        for stream in self._ticks:
+            self._merge(stream, self._seen[HOST], index, None)
 
 
 def _through(wait: int | None, known: Known) -> Known:
