@@ -115,6 +115,12 @@ def test_control_collectives_that_cannot_be_joined(make):
     assert "small collectives" not in told({rank: make(rank) for rank in range(4)}, toy_cluster())
 
 
+def test_control_ranks_that_would_join_others():
+    """What one rank may join, another needs at once."""
+    trace = {rank: gradients(8, 100, rank, waits="late" if rank else "at once") for rank in range(4)}
+    assert "small collectives" not in told(trace, toy_cluster())
+
+
 @given(st.lists(st.integers(1, 10**8), min_size=4, max_size=12), st.integers(2, 4))
 def test_joining_moves_the_same_bytes_in_buckets(sizes, ranks):
     from emu.cost.buckets import BUCKET_BYTES, joined
@@ -163,6 +169,12 @@ def test_control_host_waits_that_cost_nothing_or_are_meant(events):
 def test_control_means_that_are_right(op, work, axes):
     trace = {r: [product(0.5 * (work if r else 1)), collective(range(2), 0, 8, 0, op=op, group=axes)] for r in range(2)}
     assert "uneven means" not in told(trace, toy_cluster(), {axes: 2})
+
+
+def test_control_attention_of_uneven_length_is_no_uneven_batch():
+    scores = [product(0.1), product(0.1)._replace(dims=(4, 8, 8, 8))]
+    trace = {r: [*scores[: 1 + r], collective(range(2), 0, 8, 0, op="avg")] for r in range(2)}
+    assert "uneven means" not in told(trace, toy_cluster())
 
 
 def test_a_mean_over_uneven_batches():
