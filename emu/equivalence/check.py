@@ -24,6 +24,7 @@ from emu.equivalence.advice import (
 from emu.equivalence.arithmetic import GRIDS, Arithmetic
 from emu.equivalence.bisection import Divergence, bisect
 from emu.equivalence.bisection.recorder import Record
+from emu.equivalence.failing import note_makers
 from emu.equivalence.judge import Judged, judge
 from emu.equivalence.mutants import Observed, mutants_of, sample
 from emu.equivalence.scoring import score, wanted
@@ -85,7 +86,11 @@ def check(
             )
         progress("program")
         _refuse_races(program, mesh, args)  # first: what is not watched may take the process down
-        base = arithmetic.run(program, mesh, args, Observed)
+        try:
+            base = arithmetic.run(program, mesh, args, Observed)
+        except Exception as error:
+            note_makers(error, program, mesh, _recorded(args))
+            raise
         judged = judge(base.run, mesh, right, arithmetic)
         verdict = replace(
             judged.verdict, certificate_bits=max(certificate.bits.values(), default=0.0) if certificate else None
@@ -179,12 +184,17 @@ def _diverges(
     program: Program, single: Program, mesh: Mesh, alone: Mesh, wrong: list[str], args: Sequence[Any]
 ) -> Divergence | None:
     """Where the program first computes what the reference does not: both run once more, in float64."""
+    return bisect(program, single, mesh, alone, wrong, _recorded(args)) if wrong else None
+
+
+def _recorded(args: Sequence[Any]) -> Callable[[Program, Mesh, Record, Any], Sequence[Any]]:
+    """What runs a program in float64, keeping what it makes in a record, and returns its results."""
     arithmetic = Arithmetic("float64", 0, 0)
 
     def runs(program: Program, mesh: Mesh, record: Record, meeting_place: Any) -> Sequence[Any]:
         return arithmetic.run(program, mesh, args, meeting_place, watching=record.within).run.results
 
-    return bisect(program, single, mesh, alone, wrong, runs) if wrong else None
+    return runs
 
 
 def _in_float64(single: Program, alone: Mesh, program: Program, mesh: Mesh, args: Sequence[Any]) -> str:

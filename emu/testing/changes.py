@@ -44,7 +44,7 @@ TWINS = {
 _GROUPS = re.compile(r"\b(\w+) = rank\.group\(")
 
 
-NEAR = 8  # statements: what two lines further apart say alike, they say of different things
+NEAR = 8  # statements: two lines further apart that name the same root send different things
 _ROOT = re.compile(r"(?:root=|rank [!=]= )(\d+)")
 _SIZES = re.compile(r"(?:sizes=|split\(|table\d+ = )(\[\[.+\]\]|\[[^\[]+?\])")
 
@@ -159,9 +159,10 @@ def changed_lines(program: WrittenProgram, edit: Edit) -> frozenset[int]:
         said = _ROOT if edit.change == "wrong root" else _SIZES
         match = said.search(program.statements[index].text)
         assert match is not None
-        for i in range(max(0, index - NEAR), min(len(program.statements), index + NEAR + 1)):
-            if any(other.group(1) == match.group(1) for other in said.finditer(program.statements[i].text)):
-                indices.add(i)
+        near = NEAR if edit.change == "wrong root" else len(program.statements)
+        for i, statement in enumerate(program.statements):
+            alike = any(other.group(1) == match.group(1) for other in said.finditer(statement.text))
+            indices |= {i} if alike and abs(i - index) <= near else set()
     if edit.change in ("dropped", "missing wait"):
         index = edit.texts[0][0]
         indices |= {index - 1, index + 1} & set(range(len(program.statements)))

@@ -102,7 +102,7 @@ def test_a_change_that_changes_nothing_does_not_count() -> None:
 
 def test_the_judge_sees_what_differs_and_what_fails() -> None:
     """Negative control: it is not the check that tells whether a change matters."""
-    assert matters(made_wrong("loss.detach().clone()", "loss.detach().clone() * (1 + 2**-40)"))
+    assert matters(made_wrong("loss.detach().clone()", "loss.detach().clone() * (1 + 2**-30)"))
     assert matters(made_wrong("loss.backward()", "raise ValueError"))
     assert not same({"x": 1.0}, {"x": 2.0}) and not same({"x": 1.0}, {"y": 1.0}) and same([None], [None])
 
