@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from emu.equivalence.bisection.recorder import Made
+from emu.equivalence.bisection.recorder import Made, is_zero
 from emu.equivalence.bisection.standing import TURNS, Standing
 
 COPIES = ("clone", "copy_", "_to_copy", "div", "div_", "mul", "mul_", "neg")
@@ -59,7 +59,8 @@ def history(made: Made) -> list[Made]:
     """A tensor and what it was before it was sent, copied or scaled, back to what computed it."""
     out = [made]
     while made.members or made.op in COPIES:
-        own = [x for x in made.inputs if x.rank == made.rank and not x.is_number] or made.inputs
+        own = [x for x in made.inputs if x.rank == made.rank] or made.inputs
+        own = [x for x in own if not x.is_number] or own  # what is divided by does not count
         if len(own) != 1:
             break
         made = own[0]
@@ -69,9 +70,8 @@ def history(made: Made) -> list[Made]:
 
 def made_by(made: Made) -> str:
     """What computed a tensor, and what was done to it next."""
-    *later, first = history(made)
-    following = next((m.line for m in reversed(later) if m.line not in ("", first.line)), "")
-    return f"made by {described(first)}" + (f" and used next at {following}" if following else "")
+    first = history(made)[-1]
+    return f"made by {described(first)}" + (f" and used next at {first.next_line}" if first.next_line else "")
 
 
 def axes_in_words(axes: Sequence[str]) -> str:
@@ -87,10 +87,10 @@ def what_went_in(made: Made, inputs: Sequence[tuple[Made, Standing]]) -> str:
         x, standing = parts[0]
         verb = f"it reads what is still a part of a sum {axes_in_words(standing.over)}"
         return f"{verb}, {made_by(x)}: reduce that sum first, over those ranks"
-    empty = [x for x, standing in inputs if standing.says_nothing and x.op and x.value is not None and x.value.numel()]
+    empty = [x for x, _ in inputs if x.op and is_zero(x)]
     if empty and not made.members:
         return f"it reads zeros, made by {described(empty[0])}; whatever else it reads is right"
-    makers = [x for x, _ in inputs if x.op]
+    makers = [history(x)[-1] for x, _ in inputs if x.op]
     lines = list(dict.fromkeys(x.line for x in makers if x.line != made.line))[-2:]
     told = f" ({', '.join(lines)})" if lines else ""
     return f"what it reads is right{told}, what it makes is in no tensor of the reference"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,17 +27,17 @@ class _Numbers:
         self.likes = np.concatenate([[0], np.cumsum(apart)])  # which numbers are alike, and how many there are
         self.count = np.bincount(self.likes)
 
-    def hold(self, flat: Array) -> bool:
-        """Whether these numbers are among the tensor's, in the order in which they stand there."""
+    def places(self, flat: Array) -> Any:
+        """Where these numbers stand in the tensor, of those that no other is like; None if they are not all there, in order."""
         at = np.searchsorted(self.sorted, flat).clip(0, self.size - 1)
         before = (at - 1).clip(0)
         at = np.where(np.abs(self.sorted[before] - flat) < np.abs(self.sorted[at] - flat), before, at)
         if not bool((np.abs(self.sorted[at] - flat) <= self.near).all()):
-            return False
+            return None
         if bool((np.bincount(self.likes[at], minlength=self.count.size) > self.count).any()):
-            return False
+            return None
         places = self.place[at[self.alone[at]]]
-        return bool((np.diff(places) > 0).all())
+        return places if bool((np.diff(places) > 0).all()) else None
 
 
 class Pool:
@@ -78,9 +78,19 @@ class Pool:
             for i in candidates[-MOST:]:
                 numbers = self._numbers[i]
                 fits = numbers.size == flat.size if whole else numbers.size > flat.size
-                if fits and any(numbers.hold(look) for look in looks):
+                if fits and any(numbers.places(look) is not None for look in looks):
                     return self._what[i]
         return self._what[candidates[-1]] if tensor.dim() == 1 and flat.size > 1 else None
+
+    def covered(self, what: Any, parts: Sequence[Tensor]) -> float:
+        """Which share of a tensor's numbers some slices of it have between them, of those that no other is like."""
+        numbers = self._numbers[self._what.index(what)]
+        there: set[int] = set()
+        for part in parts:
+            for look in (part, part.mT) if part.dim() > 1 else (part,):
+                if (places := numbers.places(_flat(look))) is not None:
+                    there.update(places.tolist())
+        return len(there) / max(int(numbers.alone.sum()), 1)
 
     def _among(self, flat: Array) -> tuple[Any, Any]:
         """Where numbers like these begin and end among all."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -44,10 +44,11 @@ class Made:
         layer, direction, line: the module it ran in, "forward", "backward" or "", and the user's line.
         value: its numbers in float64; None where it has none that are rounded (tokens, masks).
         inputs: what it was made of.
+        next_line: where it was first used, on another line than its own; "" if nowhere.
         members: of a communication, the ranks that take part.
     """
 
-    __slots__ = ("direction", "inputs", "layer", "line", "members", "op", "rank", "time", "turn", "value")
+    __slots__ = ("direction", "inputs", "layer", "line", "members", "next_line", "op", "rank", "time", "turn", "value")
 
     def __init__(
         self,
@@ -61,6 +62,7 @@ class Made:
     ) -> None:
         self.rank, self.time, self.op, self.value, self.inputs, self.members = rank, time, op, value, inputs, members
         self.layer, self.direction, self.line = where
+        self.next_line = ""
         self.turn = 0  # how many of its kind its rank made before
 
     @property
@@ -71,6 +73,18 @@ class Made:
     def kind(self) -> tuple[str, ...]:
         """What it has in common with what other ranks make at the same place."""
         return self.op, self.layer, self.direction, self.line
+
+
+def touched(line: str, made: Iterable[Made]) -> None:
+    """Notes that a line uses tensors."""
+    for x in made:
+        if not x.next_line and line != x.line:
+            x.next_line = line
+
+
+def is_zero(made: Made) -> bool:
+    """Whether there are numbers in it, and all are zero."""
+    return made.value is not None and made.value.numel() > 0 and not bool(made.value.any())
 
 
 class Record:
@@ -149,8 +163,8 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         op = op_of(func)
-        if op.views:
-            self.where()  # a backward may communicate where forward only looks at a tensor anew
+        if op.views:  # a backward may communicate where forward only looks at a tensor anew
+            touched(self.where()[2], [made for x in _tensors(args) for made in self.makers(x)])
             return func(*args, **kwargs)
         inputs = [made for x in _tensors((*args, *kwargs.values())) for made in self.makers(x)]
         out = func(*args, **kwargs)
@@ -172,6 +186,7 @@ class Recorder(TorchDispatchMode):
         storage, record = x.untyped_storage(), self.record
         start, end = extent(x)
         made = Made(self.rank, len(record.made), op, where, record.copy(x), list(dict.fromkeys(inputs)), members)
+        touched(made.line, [x for x in inputs if x.rank == self.rank])
         record.add(made)
         if storage._cdata not in self.writers:
             self._storages.append(storage)

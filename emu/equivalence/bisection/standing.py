@@ -45,6 +45,7 @@ class Standings:
         self._sums: dict[tuple[tuple[str, ...], int, tuple[int, ...]], Made | None] = {}  # by kind, turn and ranks
         self._born: dict[int, bool] = {}
         self._recovers: dict[int, bool] = {}
+        self._covered: dict[tuple[tuple[str, ...], int], float] = {}
         self._users: dict[int, list[Made]] = {}  # by time: what was made of it
         for made in record.made:
             for x in made.inputs:
@@ -103,6 +104,30 @@ class Standings:
                 return True
         return False
 
+    def stands_still(self, made: Made) -> bool:
+        """Whether it is what one of its inputs was already, and another input is wrong: a bound that bounds nothing.
+
+        So it says nothing of that other input.
+        """
+        found = self.of(made).found
+        if found is None or made.members or len(made.inputs) < 2:
+            return False
+        there = [self.of(x) for x in made.inputs]
+        same = any(standing.found is found for standing in there)
+        return same and any(not s.right and not self.born(x) for x, s in zip(made.inputs, there))
+
+    def covered(self, made: Made) -> float:
+        """Which share of the reference's tensor all ranks have between them, of what is made at this place."""
+        standing = self.of(made)
+        if standing.found is None or standing.over:
+            return 1.0
+        key = made.kind, standing.found.time
+        if key not in self._covered:
+            every = (m for rank in range(self.mesh.size) for m in self.record.by_kind.get((rank, made.kind), ()))
+            values = [m.value for m in every if m.value is not None]
+            self._covered[key] = self._pool.covered(standing.found, values)
+        return self._covered[key]
+
     def times(self, made: Made) -> float | None:
         """How many times a tensor of the reference it is, if it is a simple multiple of one."""
         if made.value is None:
@@ -130,7 +155,7 @@ class Standings:
                 continue
             users = [x for x in self._users.get(at.time, ()) if (x.layer, x.direction) == (at.layer, at.direction)]
             users = [x for x in users if not self.of(x).says_nothing]
-            if any(self.of(x).found is not None and not x.is_number for x in users):
+            if any(self.of(x).found is not None and not x.is_number and not self.stands_still(x) for x in users):
                 self._recovers[at.time] = True
                 continue
             unknown = [x for x in users if x.time not in self._recovers and self.of(x).found is None]

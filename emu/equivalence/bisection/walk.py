@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from emu.equivalence.bisection.divergence import Divergence, axes_in_words, described, made_by, some_ranks, what_went_in
-from emu.equivalence.bisection.recorder import Made, Overheard, Record, TooLarge, naming
+from emu.equivalence.bisection.recorder import Made, Overheard, Record, TooLarge, is_zero, naming
 from emu.equivalence.bisection.standing import TURNS, Standings
 from emu.equivalence.compare import named
 from emu.spmd import EmuError, Mesh
@@ -38,7 +38,7 @@ def bisect(
         return None
     standings = Standings(ours, right, mesh)
     makers = [(name, made) for name in wrong for made in _makers(name, results, ours)]
-    for find in (_crossing, _unfinished):
+    for find in (_crossing, _emptied, _unfinished):
         if found := find(makers, standings):
             return found
     return _elsewhere(makers, standings, answers[0], right)
@@ -80,6 +80,8 @@ def _crossing(makers: Sequence[tuple[str, Made]], standings: Standings) -> Diver
     times = standings.times(made)
     if times is not None:
         says += f"; it is {times:.4g} times what is there"
+    elif (lost := _loses(made, standings)) is not None:
+        says += f"; of that, all ranks together have only a part since {described(lost)}"
     return _divergence(name, made, says, standings)
 
 
@@ -91,7 +93,7 @@ def _leads(starts: Sequence[tuple[Made, int]], standings: Standings) -> list[tup
     def reach(made: Made, bits: int) -> None:
         if made.time in to:
             to[made.time] |= bits
-        elif not standings.of(made).right:
+        elif not standings.of(made).right or standings.stands_still(made):
             to[made.time] = bits
             heappush(queue, (-made.time, made))
 
@@ -112,6 +114,26 @@ def _crosses(made: Made, standings: Standings) -> bool:
     if not any(standing.found is not None for standing in there):
         return False
     return all(standing.right or standings.born(x) for x, standing in zip(made.inputs, there))
+
+
+def _loses(made: Made, standings: Standings) -> Made | None:
+    """What first left all ranks with a part only of a tensor that is read here; None where they have it all."""
+    part, at = None, made
+    while lacking := [x for x in at.inputs if standings.covered(x) < 1]:
+        part = at = min(lacking, key=standings.covered)
+    return part
+
+
+def _emptied(makers: Sequence[tuple[str, Made]], standings: Standings) -> Divergence | None:
+    """A result that is zero because zeros were read where numbers should have been by then."""
+    for name, made in makers:
+        before = made
+        while is_zero(made) and (zeros := [x for x in made.inputs if is_zero(x)]):
+            before, made = made, zeros[0]
+        if is_zero(made) and before is not made:
+            says = f"{name!r} is zero, because this reads zeros, made by {described(made)}"
+            return _divergence(name, before, says, standings)
+    return None
 
 
 def _unfinished(makers: Sequence[tuple[str, Made]], standings: Standings) -> Divergence | None:
