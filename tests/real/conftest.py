@@ -1,4 +1,4 @@
-"""Starts scripts under torchrun."""
+"""Starts scripts under torchrun, or in processes that are forked with torchrun's environment, which is much cheaper."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ import pytest
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE / "programs"))  # tests compute from the same cases as the scripts that carry them out
+sys.path.insert(0, str(HERE.parent))
+from forked import forked  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -51,3 +53,15 @@ def torchrun(script: str, n: int, *args: object, timeout_s: float = 90.0) -> Fin
 @pytest.fixture(scope="session")
 def launch() -> Callable[..., Finished]:
     return torchrun
+
+
+def in_processes(script: str, n: int, *args: object, timeout_s: float = 90.0) -> Finished:
+    """The same as torchrun, without torchrun."""
+    start = time.monotonic()
+    returncode, output = forked(HERE / "programs" / script, n, *args, timeout_s=timeout_s)
+    return Finished(returncode, output, time.monotonic() - start)
+
+
+@pytest.fixture(scope="session")
+def processes() -> Callable[..., Finished]:
+    return in_processes

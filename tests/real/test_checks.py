@@ -10,8 +10,8 @@ import pytest
 pytestmark = pytest.mark.real
 
 
-def test_a_real_run_is_checked_on_every_rank_and_has_no_memory(launch: Any, tmp_path: Path) -> None:
-    done = launch("checked.py", 2, tmp_path)
+def test_a_real_run_is_checked_on_every_rank_and_has_no_memory(processes: Any, tmp_path: Path) -> None:
+    done = processes("checked.py", 2, tmp_path)
     assert done.returncode == 0, done.output[-20000:]
     for rank in (0, 1):
         said = "\n".join(line[4:] for line in done.output.splitlines() if line.startswith(f"[{rank}] "))

@@ -87,9 +87,9 @@ def outcome(directory: Path, rank: int) -> tuple[dict[int, Tensor], list[int]]:
 
 
 @pytest.fixture(scope="module", params=(2, 3, 4))
-def results(request: pytest.FixtureRequest, launch: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def results(request: pytest.FixtureRequest, processes: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     directory = tmp_path_factory.mktemp("collectives")
-    done = launch("collectives.py", request.param, SEED, COUNT, directory)
+    done = processes("collectives.py", request.param, SEED, COUNT, directory)
     assert done.returncode == 0, done.output[-20000:]
     return request.param, [outcome(directory, rank) for rank in range(request.param)]
 

@@ -21,11 +21,11 @@ FLOAT64_TIER = 1e-12  # gloo reduces in another order
 
 
 @pytest.fixture(scope="module", params=[2, 4])
-def ran(request: Any, launch: Any, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Tensor]]:
+def ran(request: Any, processes: Any, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Tensor]]:
     """What every process wrote."""
     ranks: int = request.param
     folder: Path = tmp_path_factory.mktemp("context")
-    done = launch("context.py", ranks, folder, timeout_s=300)
+    done = processes("context.py", ranks, folder, timeout_s=300)
     assert done.returncode == 0, done.output[-20000:]
     return [load_file(folder / f"context{rank}.safetensors") for rank in range(ranks)]
 

@@ -18,9 +18,9 @@ FLOAT64_TIER = 1e-12  # gloo adds in another order than ranks are numbered
 
 
 @pytest.fixture(scope="module", params=(2, 4))
-def ran(request: pytest.FixtureRequest, launch: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Path]:
+def ran(request: pytest.FixtureRequest, processes: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Path]:
     folder = tmp_path_factory.mktemp("experts")
-    done = launch("experts.py", request.param, folder, timeout_s=300)
+    done = processes("experts.py", request.param, folder, timeout_s=300)
     assert done.returncode == 0, done.output[-20000:]
     return request.param, folder
 

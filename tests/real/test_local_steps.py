@@ -5,7 +5,7 @@ import pytest
 pytestmark = pytest.mark.real
 
 
-def test_real_processes_train_and_measure_what_virtual_ones_do(launch):
-    finished = launch("local_steps.py", 3)
+def test_real_processes_train_and_measure_what_virtual_ones_do(processes):
+    finished = processes("local_steps.py", 3)
     assert finished.returncode == 0, finished.output[-3000:]
     assert finished.output.count("as on virtual devices") == 3

@@ -18,9 +18,9 @@ pytestmark = pytest.mark.real
 
 
 @pytest.fixture(scope="module")
-def real(launch: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def real(processes: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("offload")
-    done = launch("offload.py", 2, directory)
+    done = processes("offload.py", 2, directory)
     assert done.returncode == 0, done.output[-20000:]
     return directory
 

@@ -22,9 +22,9 @@ FLOAT64_TIER = 1e-12  # gloo adds norms and losses of four ranks in another orde
 
 
 @pytest.fixture(scope="module")
-def ran(launch: Any, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Tensor]]:
+def ran(processes: Any, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Tensor]]:
     folder: Path = tmp_path_factory.mktemp("pipelines")
-    done = launch("pipelines.py", RANKS, folder, timeout_s=300)
+    done = processes("pipelines.py", RANKS, folder, timeout_s=300)
     assert done.returncode == 0, done.output[-20000:]
     return [load_file(folder / f"pipelines{rank}.safetensors") for rank in range(RANKS)]
 

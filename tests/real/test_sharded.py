@@ -24,9 +24,9 @@ BF16_TIER = 2**-8
 
 
 @pytest.fixture(scope="module", params=(2, 4))
-def ran(request: pytest.FixtureRequest, launch: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Path]:
+def ran(request: pytest.FixtureRequest, processes: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Path]:
     folder = tmp_path_factory.mktemp("sharded")
-    done = launch("sharded.py", request.param, folder, request.param, timeout_s=300)
+    done = processes("sharded.py", request.param, folder, request.param, timeout_s=300)
     assert done.returncode == 0, done.output[-20000:]
     return request.param, folder
 

@@ -22,9 +22,9 @@ RANKS = (2, 4)
 
 
 @pytest.fixture(scope="module", params=RANKS)
-def ran(request: pytest.FixtureRequest, launch: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Path]:
+def ran(request: pytest.FixtureRequest, processes: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Path]:
     folder = tmp_path_factory.mktemp("tensor")
-    done = launch("tensor.py", request.param, folder, request.param, timeout_s=300)
+    done = processes("tensor.py", request.param, folder, request.param, timeout_s=300)
     assert done.returncode == 0, done.output[-20000:]
     return request.param, folder
 

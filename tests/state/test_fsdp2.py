@@ -7,8 +7,8 @@ import torch
 
 from . import fsdp2
 from .layouts import differences
+from .running import in_processes
 from .test_dcp import export, imported
-from .torchrun import torchrun
 
 pytestmark = pytest.mark.real
 
@@ -24,7 +24,7 @@ def cut(tensors):
 
 
 def test_what_fsdp2_saved_on_two_processes_comes_into_other_layouts(tmp_path):
-    torchrun("fsdp2.py", 2, "save", tmp_path / "in")
+    in_processes("fsdp2.py", 2, "save", tmp_path / "in")
     tensors = torch.load(tmp_path / "whole.pt", weights_only=True)
     for n, held in ((1, None), (3, cut(tensors))):
         for mine, extra in imported(tmp_path / "in", tensors, n, held):
@@ -38,7 +38,7 @@ def test_fsdp2_on_two_processes_loads_what_emu_exported(tmp_path):
     for kind in ("exp_avg", "exp_avg_sq", "step"):
         tensors[kind] = {n: optimizer.state[p][kind] for n, p in net.named_parameters()}
     export(tmp_path / "out", tensors, 3, cut(tensors), {"step": 7})
-    step, parameters, moments = torchrun("fsdp2.py", 2, "load", tmp_path / "out")
+    step, parameters, moments = in_processes("fsdp2.py", 2, "load", tmp_path / "out")
     assert step == 7
     assert parameters == [t.tolist() for t in tensors["parameters"].values()]
     assert moments == [t.tolist() for t in tensors["exp_avg"].values()]
