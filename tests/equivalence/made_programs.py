@@ -15,15 +15,18 @@ STREAMS = ("default", "a", "b")
 BUFFERS = 3
 PARTS = {"": (0, 8), "[:4]": (0, 4), "[4:]": (4, 8)}
 FILE = "made.py"
+USES = {"r": "read", "w": "write", "i": "item", "u": "fuse", "a": "sum"}
+OWN = (*STREAMS, "d2h")  # those that are no communication's
 WAITS = ("wait", "wait_stream", "wait_event", "sync", "sync_event")
 
 
 class Step(NamedTuple):
     """One statement.
 
-    alloc, read, write, item (reads on the host), reduce (async, in place), exchange (async; sends one half of a buffer and
-    receives the other), free; and what orders them: wait (for the work `number`), wait_stream (`other`), record,
-    wait_event, sync, sync_event; and gone, where one of these was.
+    alloc, read, item (reads on the host), write, fuse (one kernel of two ops, which writes), sum (a reduction at once);
+    reduce (async, in place), exchange (async; sends one half of a buffer and receives the other), copy (to the host's
+    memory); free, empty (the same by resize_). What orders them: wait (for the work `number`), wait_stream (`other`),
+    record, wait_event, sync, sync_event; and gone, where one of these was.
     """
 
     what: str
@@ -36,17 +39,22 @@ class Step(NamedTuple):
     @property
     def text(self) -> str:
         x, s, n = f"x[{self.buffer}]{self.part}", f"s[{self.stream!r}]", self.number
+        # All ranks have joined what is under way, and nothing else holds it: the memory dies here, and not later on.
+        alone = "rank.group().barrier(); s['default'].record_event().wait(s['default'])"
+        alone += f"; [w.pop(n, None) for n in {self.other}]"
         return {
             "alloc": f"with {s}: x[{self.buffer}] = torch.ones(8, {self.buffer + 1})",
             "read": f"with {s}: {x}.neg()",
             "write": f"with {s}: {x}.mul_(2)",
             "item": f"with {s}: {x}.sum().item()",
+            "copy": f"with {s}: w[{n}] = rank.to_host({x})",
+            "fuse": f"with {s}, rank.kernel('fused'): {x}.mul_(2).add_(1)",
+            "sum": f"with {s}: dp.all_reduce({x})",
             "reduce": f"with {s}: w[{n}] = dp.all_reduce({x}, async_op=True)",
             "exchange": f"with {s}: w[{n}] = dp.exchange([('send', {x}[:4], 1 - dp.rank), ('recv', {x}[4:], 1 - dp.rank)], "
             "async_op=True)",
-            # All ranks have joined what is under way, and nothing else holds it: the memory dies here, and not later on.
-            "free": "rank.group().barrier(); s['default'].record_event().wait(s['default']); "
-            f"[w.pop(n, None) for n in {self.other}]; del x[{self.buffer}]",
+            "free": f"{alone}; del x[{self.buffer}]",
+            "empty": f"{alone}; x.pop({self.buffer}).untyped_storage().resize_(0)",
             "wait": f"with {s}: w[{n}].wait()",
             "wait_stream": f"{s}.wait_stream(s[{self.other!r}])",
             "record": f"e[{n}] = s[{self.stream!r}].record_event()",
@@ -62,7 +70,7 @@ Program = list[Step]
 
 def source(steps: Program) -> Any:
     """The program as a function of a rank; step i is line i + 3 of made.py."""
-    streams = f"{{name: rank.stream(name) for name in {STREAMS}}}"
+    streams = f"{{name: rank.stream(name) for name in {OWN}}}"
     head = f"def program(rank):\n s, x, w, e, dp = {streams}, {{}}, {{}}, {{}}, rank.group('dp')\n"
     names: dict[str, Any] = {"torch": torch}
     exec(compile(head + "".join(f" {step.text}\n" for step in steps), FILE, "exec"), names)
@@ -126,8 +134,10 @@ class Graph:
             self._born[step.buffer] += 1
             self.owners[step.buffer] = s
             self._use(i, step, self._on(s), True, s)
-        elif what in ("read", "write", "item"):
-            self._use(i, step, self._on(s), what == "write", s)
+        elif what == "copy":
+            self._use(i, step, self._on("d2h", self._ends.get(s, [])), False, "d2h")
+        elif what in ("read", "write", "fuse", "sum", "item"):
+            self._use(i, step, self._on(s), what in ("write", "fuse", "sum"), s)
             if what == "item":
                 self._host = [self._node(self._ends[s])]
         elif what == "reduce":
@@ -140,7 +150,7 @@ class Graph:
             self._works[n] = [send, recv]
             self._use(i, step, send, False, "->", "[:4]")
             self._use(i, step, recv, True, "<-", "[4:]")
-        elif what == "free":
+        elif what in ("free", "empty"):
             owner = self.owners.pop(step.buffer)
             self._use(i, step, self._on(owner), True, owner)
         elif what == "record":
@@ -184,15 +194,15 @@ def right(chance: Random, most: int = 24) -> Program:
         nonlocal number
         while wrong := [v for v, u in Graph([*steps, step]).unordered() if u.step == len(steps)]:
             first = chance.choice(wrong)
-            target = owned[step.buffer] if step.what == "free" else step.stream
+            target = owned[step.buffer] if step.what in ("free", "empty") else step.stream
             before, way = steps[first.step], chance.random()
             if before.what in ("reduce", "exchange") and way < 0.6:
                 steps.append(Step("wait", target, number=before.number))
-            elif way < 0.1 and first.stream in STREAMS:
+            elif way < 0.1 and first.stream in OWN:
                 steps.append(Step("sync", first.stream))
-            elif way < 0.45 and first.stream in STREAMS:
+            elif way < 0.45 and first.stream in OWN:
                 steps.append(Step("wait_stream", target, other=first.stream))
-            elif first.stream in STREAMS:
+            elif first.stream in OWN:
                 number += 1
                 at = chance.choice([first.step + 1, chance.randint(first.step + 1, len(steps))])
                 steps.insert(at, Step("record", first.stream, number=number))
@@ -201,7 +211,7 @@ def right(chance: Random, most: int = 24) -> Program:
                 steps.append(Step("wait", target, number=before.number))
         steps.append(step)
 
-    body = [(chance.choice("rrwwxxeifs"), chance.choice(STREAMS), chance.randrange(BUFFERS), chance.choice(list(PARTS)))
+    body = [(chance.choice("rrrrwwxxeicuafzs"), chance.choice(STREAMS), chance.randrange(BUFFERS), chance.choice(list(PARTS)))
             for _ in range(chance.randint(3, 6))]  # fmt: skip
     turn = 0
     while len(steps) < most:
@@ -210,18 +220,25 @@ def right(chance: Random, most: int = 24) -> Program:
             if slot not in owned:
                 add(Step("alloc", stream, slot))
                 owned[slot] = stream
-            elif kind in "rwi":
-                add(Step({"r": "read", "w": "write", "i": "item"}[kind], stream, slot, part))
-            elif kind == "x":
+            elif kind in USES:
+                add(Step(USES[kind], stream, slot, part))
+            elif kind in "xc":
                 number += 1
                 works[number] = slot
-                add(Step("reduce", stream, slot, part, number=number))
+                add(Step("reduce" if kind == "x" else "copy", stream, slot, part, number=number))
             elif kind == "e":
                 number += 1
                 works[number] = slot
                 add(Step("exchange", stream, slot, number=number))
-            elif kind == "f":
-                add(Step("free", stream, slot, other=[n for n, held in works.items() if held == slot]))
+            elif kind in "fz":
+                add(
+                    Step(
+                        "free" if kind == "f" else "empty",
+                        stream,
+                        slot,
+                        other=[n for n, held in works.items() if held == slot],
+                    )
+                )
                 works = {n: held for n, held in works.items() if held != slot}
                 del owned[slot]
             elif kind == "s":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -132,6 +133,30 @@ def test_an_event_that_the_host_waits_for_is_not_all_of_its_stream():
 
     mesh = emu.Mesh(dp=1)
     assert emu.hazards(program, mesh, args=(True,)) and not emu.hazards(program, mesh, args=(False,))
+
+
+def test_the_readme_shows_what_is_said():
+    body = "\n\ndef step(rank):\n    bucket = torch.ones(4)\n    work = rank.group('dp').all_reduce(bucket, async_op=True)\n"
+    names = {"torch": torch}
+    exec(compile(body + "    bucket.mul_(2)\n    work.wait()\n", "train.py", "exec"), names)
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    assert f"```\n{emu.hazards(names['step'], MESH)}\n```" in readme
+
+
+def test_the_proof_is_sharper_than_the_error_where_the_host_waited_before_there_were_streams():
+    def program(rank, touched):
+        x, y = torch.ones(4), torch.ones(4)
+        rank.synchronize()
+        x.add_(1)
+        with rank.stream("side") as side:
+            z = (x if touched else y) * 2
+        side.synchronize()
+        return z
+
+    assert emu.hazards(program, MESH, args=(False,)) and not emu.hazards(program, MESH, args=(True,))
+    for touched in (False, True):  # nobody noted which of the two came after the wait
+        with pytest.raises(emu.spmd.BufferInFlight):
+            emu.launch(program, MESH, args=(touched,))
 
 
 # Deadlocks that need bad luck.
