@@ -37,7 +37,7 @@ SAYS: dict[int, tuple[str, list[str]]] = {
     28: ("check", ["'layers.0.weight'", "'layers.1.weight'", "div_ at"]),
     31: ("check", ["'table' should be the same on ranks 0 and 1", "along 'pp'"]),
     34: ("check", ["'loss'", "part of a sum over 'dp'.*'cp'"]),
-    35: ("check", ["'out'", "mul at"]),
+    35: ("check", ["'out'", "every rank"]),
     37: ("CollectiveMismatch", ["all_gather", r"float32\[4, 2, 5\]", r"float32\[3, 2, 5\]", "sizes="]),
     40: ("measured", [r"\[26, 62\]", "1.41x"]),
     41: ("check", ["'experts'", "2.00x too large", "has 2 ranks"]),
@@ -119,6 +119,12 @@ def test_programs_that_change_places_change_what_is_found(number):
     case = emu.clinic.case(number)
     done = replace(case, broken=case.mended, mended=case.broken).run()
     assert done.broken.right and not done.mended.right and not done
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("number", [60, 62])
+def test_bytes_do_not_depend_on_the_dtype_that_torch_is_set_to(number):
+    assert emu.clinic.case(number).precision == "fp32" and emu.clinic.case(number).run()
 
 
 @pytest.mark.parametrize("number", SCENARIOS)
