@@ -56,6 +56,11 @@ def path_of(name: str) -> str:
     return paths.pop() if len(paths) == 1 else ""
 
 
+def is_emus(path: str) -> bool:
+    """Whether a file is emu's own machinery, and not a user's program."""
+    return path.startswith(_INSIDE)
+
+
 def handling() -> str:
     """What the caller is handling just now, for messages: the cause of a stuck rank may be an exception under way."""
     error = sys.exc_info()[1]

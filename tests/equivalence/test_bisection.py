@@ -59,7 +59,7 @@ def program(fault):
         v.grad.div_(12)
         if fault == "noise on a rank" and rank.id == 2:
             v.grad.add_(torch.ones(3).double())  # noise on a rank
-        return {"loss": loss / 12, "w": tp.all_gather(w.grad, dim=1), "v": tp.all_gather(v.grad)}
+        return {"loss": loss / 12, "w": tp.all_gather(w.grad, dim=1), "v": tp.all_gather(v.grad)}  # all is returned
 
     return step
 
@@ -94,7 +94,7 @@ def test_a_slip_is_found_where_it_stands(fault, op, ranks, words):
 
 def test_what_was_forgotten_at_the_end_is_told_from_the_reference():
     verdict = check(program("not divided"), emu.Mesh(dp=2, tp=2), reference, mutants="none")
-    assert "'w' is returned as it was before the reference's div (test_bisection.py:" in verdict.divergence.says
+    assert f"'w' is returned at test_bisection.py:{line_of('all is returned')} as it was before the reference's div (test_bisection.py:" in verdict.divergence.says
 
 
 def test_what_is_right_diverges_nowhere():

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import dis
+import inspect
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from emu.equivalence.bisection.recorder import Made, is_zero
 from emu.equivalence.bisection.standing import TURNS, Standing
+from emu.virtual.lines import is_emus
 
 COPIES = ("clone", "copy_", "_to_copy", "div", "div_", "mul", "mul_", "neg")
 
@@ -74,6 +79,25 @@ def made_by(made: Made) -> str:
     return f"made by {described(first)}" + (f" and used next at {first.next_line}" if first.next_line else "")
 
 
+def line_before(made: Made, line: str) -> str:
+    """The line at which a tensor got its numbers, or was last sent or scaled, if that is another than this one."""
+    return next((x.line for x in history(made) if x.line not in ("", line)), "")
+
+
+def returned_at(program: Any) -> str:
+    """ " at train.py:30", where a program has one line that returns its results; "" where it has several, or is emu's."""
+    code = getattr(inspect.unwrap(program), "__code__", None)
+    if code is None or is_emus(code.co_filename):
+        return ""
+    lines, line, before = set(), 0, None
+    for step in dis.get_instructions(code):
+        line = getattr(step, "line_number", None) or step.starts_line or line
+        if step.opname == "RETURN_VALUE" and not (before and before.opname == "LOAD_CONST" and before.argval is None):
+            lines.add(int(line))
+        before = step
+    return f" at {os.path.basename(code.co_filename)}:{lines.pop()}" if len(lines) == 1 else ""
+
+
 def axes_in_words(axes: Sequence[str]) -> str:
     """ "over 'dp' and all microbatches"."""
     said = [repr(axis) for axis in axes if axis != TURNS]
@@ -90,8 +114,7 @@ def what_went_in(made: Made, inputs: Sequence[tuple[Made, Standing]]) -> str:
     empty = [x for x, _ in inputs if x.op and is_zero(x)]
     if empty and not made.members:
         return f"it reads zeros, made by {described(empty[0])}; whatever else it reads is right"
-    makers = [history(x)[-1] for x, _ in inputs if x.op]
-    lines = list(dict.fromkeys(x.line for x in makers if x.line != made.line))[-2:]
+    lines = list(dict.fromkeys(line for x, _ in inputs if (line := line_before(x, made.line))))[-2:]
     told = f" ({', '.join(lines)})" if lines else ""
     return f"what it reads is right{told}, what it makes is in no tensor of the reference"
 

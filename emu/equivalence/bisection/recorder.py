@@ -75,6 +75,12 @@ class Made:
         return self.op, self.layer, self.direction, self.line
 
 
+def _accumulates() -> bool:
+    """Whether autograd is just handing a gradient to its leaf, which has no place in forward."""
+    node = _node_now()
+    return node is not None and node.name().endswith("AccumulateGrad")
+
+
 def touched(line: str, made: Iterable[Made]) -> None:
     """Notes that a line uses tensors."""
     for x in made:
@@ -164,7 +170,9 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         op = op_of(func)
         if op.views:  # a backward may communicate where forward only looks at a tensor anew
-            touched(self.where()[2], [made for x in _tensors(args) for made in self.makers(x)])
+            line = self.where()[2]
+            if not _accumulates():
+                touched(line, [made for x in _tensors(args) for made in self.makers(x)])
             return func(*args, **kwargs)
         inputs = [made for x in _tensors((*args, *kwargs.values())) for made in self.makers(x)]
         out = func(*args, **kwargs)
@@ -216,6 +224,8 @@ class Recorder(TorchDispatchMode):
                 self._lines.append(line)
                 self._next = following
             return scope, "forward" if scope or learns else "", line
+        if _accumulates():
+            return "", "backward", user_line()
         at = bisect.bisect_right(self._numbers, node._sequence_nr()) - 1
         return self.names.of_node(node), "backward", self._lines[at] or user_line()
 

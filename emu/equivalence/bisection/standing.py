@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import combinations
+from collections.abc import Iterable, Iterator
+from itertools import chain, combinations, zip_longest
 from typing import NamedTuple
 
 import torch
@@ -45,7 +45,7 @@ class Standings:
         self._sums: dict[tuple[tuple[str, ...], int, tuple[int, ...]], Made | None] = {}  # by kind, turn and ranks
         self._born: dict[int, bool] = {}
         self._recovers: dict[int, bool] = {}
-        self._covered: dict[tuple[tuple[str, ...], int], float] = {}
+        self._covered: dict[tuple[tuple[str, ...], int, int], float] = {}
         self._users: dict[int, list[Made]] = {}  # by time: what was made of it
         for made in record.made:
             for x in made.inputs:
@@ -121,12 +121,26 @@ class Standings:
         standing = self.of(made)
         if standing.found is None or standing.over:
             return 1.0
-        key = made.kind, standing.found.time
+        key = made.kind, made.turn, standing.found.time
         if key not in self._covered:
-            every = (m for rank in range(self.mesh.size) for m in self.record.by_kind.get((rank, made.kind), ()))
-            values = [m.value for m in every if m.value is not None]
-            self._covered[key] = self._pool.covered(standing.found, values)
+            every = [self.record.by_kind.get((rank, made.kind), []) for rank in range(self.mesh.size)]
+            turns = [self._covered_by(standing.found, turn) for turn in zip_longest(*every)]
+            # Microbatches have a part each; where one time is enough for all, every time should be.
+            whole = self._covered_by(standing.found, chain(*every)) if max(turns) < 1 else turns[made.turn]
+            self._covered[key] = whole
         return self._covered[key]
+
+    def _covered_by(self, found: Made, every: Iterable[Made | None]) -> float:
+        return self._pool.covered(found, [m.value for m in every if m is not None and m.value is not None])
+
+    def in_order(self, made: Made, members: tuple[int, ...]) -> bool:
+        """Whether what these ranks made, one below the other, is in the reference, too."""
+        same = [self.record.by_kind.get((member, made.kind), ()) for member in members]
+        values = [its[made.turn].value for its in same if len(its) > made.turn]
+        rows = [v.reshape(-1, v.shape[-1]) for v in values if v is not None and v.dim()]
+        if len(rows) < len(members) or len({row.shape[-1] for row in rows}) > 1:
+            return False
+        return self._pool.find(torch.cat(rows)) is not None
 
     def times(self, made: Made) -> float | None:
         """How many times a tensor of the reference it is, if it is a simple multiple of one."""

@@ -8,7 +8,15 @@ from typing import Any
 
 from torch import Tensor
 
-from emu.equivalence.bisection.divergence import Divergence, axes_in_words, described, made_by, some_ranks, what_went_in
+from emu.equivalence.bisection.divergence import (
+    Divergence,
+    axes_in_words,
+    described,
+    made_by,
+    returned_at,
+    some_ranks,
+    what_went_in,
+)
 from emu.equivalence.bisection.recorder import Made, Overheard, Record, TooLarge, is_zero, naming
 from emu.equivalence.bisection.standing import TURNS, Standings
 from emu.equivalence.compare import named
@@ -41,7 +49,7 @@ def bisect(
     for find in (_crossing, _emptied, _unfinished):
         if found := find(makers, standings):
             return found
-    return _elsewhere(makers, standings, answers[0], right)
+    return _elsewhere(makers, standings, answers[0], right, returned_at(program))
 
 
 def _makers(name: str, results: Sequence[Any], record: Record) -> list[Made]:
@@ -82,6 +90,8 @@ def _crossing(makers: Sequence[tuple[str, Made]], standings: Standings) -> Diver
         says += f"; it is {times:.4g} times what is there"
     elif (lost := _loses(made, standings)) is not None:
         says += f"; of that, all ranks together have only a part since {described(lost)}"
+    elif (moved := _misplaces(made, standings)) is not None:
+        says += f"; the ranks have the parts of that in another order since {described(moved)}"
     return _divergence(name, made, says, standings)
 
 
@@ -124,6 +134,20 @@ def _loses(made: Made, standings: Standings) -> Made | None:
     return part
 
 
+def _misplaces(made: Made, standings: Standings) -> Made | None:
+    """What first left the parts that are gathered here with other ranks than in the order of the whole."""
+    if "gather" not in made.op:
+        return None
+    moved, at = None, made
+    while own := [
+        x for x in at.inputs if x.rank == made.rank and not x.is_number and standings.of(x).found is not None
+    ]:
+        if standings.in_order(own[0], made.members):
+            return moved
+        moved = at = own[0]
+    return None
+
+
 def _emptied(makers: Sequence[tuple[str, Made]], standings: Standings) -> Divergence | None:
     """A result that is zero because zeros were read where numbers should have been by then."""
     for name, made in makers:
@@ -141,13 +165,16 @@ def _unfinished(makers: Sequence[tuple[str, Made]], standings: Standings) -> Div
     for name, made in makers:
         if over := standings.of(made).over:
             how = "add all of them up" if over == (TURNS,) else "its reduction is missing, or comes too early"
-            says = f"{name!r} is returned as a part of a sum {axes_in_words(over)}, {made_by(made)}: {how}"
+            first = made
+            while before := [x for x in first.inputs if x.rank == made.rank and standings.of(x).over == over]:
+                first = before[0]
+            says = f"{name!r} is returned as a part of a sum {axes_in_words(over)}, {made_by(first)}: {how}"
             return _divergence(name, made, says, standings)
     return None
 
 
 def _elsewhere(
-    makers: Sequence[tuple[str, Made]], standings: Standings, answer: Any, right: Record
+    makers: Sequence[tuple[str, Made]], standings: Standings, answer: Any, right: Record, returned: str
 ) -> Divergence | None:
     """A result whose numbers are right ones, but others than asked for; or which was never anything."""
     for name, made in makers:
@@ -157,9 +184,9 @@ def _elsewhere(
             continue
         step = next((m for m in _back_from(goal) if found in m.inputs), None)
         if step is not None:
-            says = f"{name!r} is returned as it was before the reference's {described(step)}"
+            says = f"{name!r} is returned{returned} as it was before the reference's {described(step)}"
         elif found is goal:
-            says = f"the numbers of {name!r} are right, but a rank has a part of them, or has them in another shape"
+            says = f"{name!r} has the right numbers, but is returned{returned} as a part, or in another shape"
         else:
             says = f"{name!r} has the numbers of another tensor of the reference, that of {described(found)}"
         return _divergence(name, made, says, standings)
