@@ -45,16 +45,16 @@ def note_makers(error: Exception, program: Any, mesh: Mesh, runs: Callable[[Any,
         frame, line = users_frame(again)
         if recorder is None or frame is None or type(again) is not type(error):
             return
-        told = []
+        told, here = [], f"{os.path.basename(frame.f_code.co_filename)}:{line}"
         for name, tensor in tensors_of(linecache.getline(frame.f_code.co_filename, line), frame):
             made = [m for m in recorder.makers(tensor) if m.line]
             if not tensor.numel():  # no bytes that anybody wrote: who made what it is an empty piece of?
                 made = [w.made for w in recorder.writers.get(tensor.untyped_storage()._cdata, []) if w.made.line]
             if made:
                 last = max(made, key=lambda m: m.time)
-                told.append(f"{name} {list(tensor.shape)} was made by {last.op} ({last.line})")
+                later = f", used next at {last.next_line}" if last.next_line not in ("", here) else ""
+                told.append(f"{name} {list(tensor.shape)} was made by {last.op} ({last.line}{later})")
         if told:
-            here = f"{os.path.basename(frame.f_code.co_filename)}:{line}"
             error.add_note(f"what is read at {here}: {', '.join(told[:MOST])}")  # type: ignore[attr-defined]
 
 
