@@ -13,7 +13,6 @@ import torch
 
 from emu.cost import LAUNCH_MODES, Advice, Metrics, Timeline, advise, collective_s, kernel_s, price, transfer_s
 from emu.equivalence import Hazards, Verdict, check, prove
-from emu.equivalence import hazards as hazards_of
 from emu.hardware import Cluster, cluster
 from emu.real.launch import launch_real, under_torchrun
 from emu.runfiles import NO_MEMORY, read, write
@@ -87,21 +86,19 @@ def launch(
             real = launch_real(program, mesh, args, track)
             results: Mapping[int, Any] | list[Any] = {real.rank: real.result}
             return Run(program, mesh, where, results, real.trace, launch_mode, args, real.gather, "real")
-        virtual = run_virtual(
-            program,
-            mesh,
-            capacity_bytes=where.chip.hbm_bytes if track else None,
-            order=order,
-            meta=backend == "shape",
-            track=track,
-            args=args,
-            ranks=ranks,
-            seconds=_seconds(where) if order == "time" else None,
-            uses=uses,
-        )
+        how = {
+            "capacity_bytes": where.chip.hbm_bytes if track else None,
+            "order": order,
+            "meta": backend == "shape",
+            "ranks": ranks,
+            "seconds": _seconds(where) if order == "time" else None,
+        }
+        virtual = run_virtual(program, mesh, track=track, args=args, uses=uses, **how)
     untracked = None if track else "untracked"
     results = virtual.results if ranks is None else dict(zip(virtual.trace.ranks, virtual.results))
-    return Run(program, mesh, where, results, virtual.trace, launch_mode, args, no_memory=untracked)
+    run = Run(program, mesh, where, results, virtual.trace, launch_mode, args, no_memory=untracked)
+    run._how = roles, how
+    return run
 
 
 class Run:
@@ -130,6 +127,7 @@ class Run:
         self.launch_mode = launch_mode
         self._args, self._gather = args, gather
         self._no_memory = no_memory
+        self._how: tuple[Precision | None, dict[str, Any]] = None, {}  # to run it again on virtual devices
         self._memory = Memory(trace, where.chip.hbm_bytes)
 
     @property
@@ -196,15 +194,17 @@ class Run:
     def hazards(self) -> Hazards:
         """Whether a wait is missing in any interleaving, though this run came out right; a proof that none is, otherwise.
 
-        The program runs again, on virtual devices, and who uses which memory is recorded; but not if that was recorded
-        already (`emu.launch(program, mesh, uses=True)`), when the trace tells.
+        The program runs again, on virtual devices, as it was launched, and who uses which memory is recorded; but not if
+        that was recorded already (`emu.launch(program, mesh, uses=True)`): then the trace tells.
 
         Raises:
             EmuError: a run that was loaded from a file and did not record it; whatever else the program does wrong.
         """
         if self.program is None or any(True for _ in self.trace.of(Use)):
             return prove(self.trace)
-        return hazards_of(self.program, self.mesh, self._args)
+        roles, how = self._how
+        with _default_dtype(roles):
+            return prove(run_virtual(self.program, self.mesh, args=self._args, uses=True, **how).trace)
 
     def without(self, pattern: str) -> Run:
         """What if: the same run with the matching communication free, e.g. "dp.all_reduce" or "dp.*".
@@ -240,7 +240,9 @@ class Run:
 
     def _with(self, trace: Trace) -> Run:
         known = (self.program, self.mesh, self.cluster, self.results, trace, self.launch_mode)
-        return Run(*known, self._args, self._gather, self._no_memory)
+        part = Run(*known, self._args, self._gather, self._no_memory)
+        part._how = self._how
+        return part
 
     def __repr__(self) -> str:
         return f"Run({self.mesh}, {len(self.trace)} events on {self.cluster.name})"

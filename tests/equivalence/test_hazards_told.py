@@ -84,6 +84,23 @@ def test_two_waits_of_which_either_would_do_cannot_both_go():
     assert len(found.redundant) == 2 and found.spare == [(found.redundant[0].line, 1)]
 
 
+def test_the_witness_of_a_pair_is_the_first_wait_that_orders_it():
+    def program(rank):
+        side, main = rank.stream("side"), rank.stream("default")
+        x = torch.ones(4)
+        side.wait_stream(main)
+        y = torch.ones(4)
+        side.wait_stream(main)
+        with side:
+            z = x + y
+        main.wait_stream(side)
+        return z
+
+    found, here = emu.hazards(program, emu.Mesh(dp=1)), program.__code__.co_firstlineno
+    lines = [[found.trace[0][i].line for i in (first, witness + 1)] for _, first, _, witness in found.pairs[:2]]
+    assert lines == [[f"test_hazards_told.py:{here + n}" for n in made] for made in ((2, 3), (4, 5))]
+
+
 def test_memory_freed_in_flight():
     def program(rank):
         side = rank.stream("side")
@@ -283,6 +300,22 @@ def test_the_rest_of_a_record_is_still_one():
     rest = run.without("dp.*").trace
     assert {e.work for _, e in rest.of(Use)} == {0} and prove(rest)
     assert len(list(rest.of(At))) == len(list(run.trace.of(At))) - 4  # the call's, and the wait's, of two ranks
+
+
+def test_a_run_is_proved_as_it_was_launched():
+    seen = []
+
+    def program(rank):
+        x = torch.ones(4)
+        seen.append((rank.id, x.dtype, x.is_meta))
+        rank.group("dp").all_reduce(x, async_op=True).wait()
+
+    mesh = emu.Mesh(dp=1024)
+    run = emu.launch(program, mesh, backend="shape", ranks=[7], precision=emu.Precision(param="bf16"))
+    for part in (run, run.without("dp.*")):
+        found = part.hazards()
+        assert found and found.n_ranks == 1 and found.n_uses == 2
+    assert seen == [(7, torch.bfloat16, True)] * 3
 
 
 @pytest.mark.parametrize("how", [{"track": False}, {"backend": "real"}])
