@@ -150,7 +150,7 @@ def changed_lines(program: WrittenProgram, edit: Edit) -> frozenset[int]:
     """The numbers of the lines that a report may name for a change.
 
     They are the changed lines themselves. Where a line is gone, a report can only name what stands there instead: its
-    neighbours, the last line before that made or sent what it would have changed, and the next that uses it. Where two
+    neighbours, the lines before that last made and last used what it would have changed, and the next that uses it. Where two
     lines must agree, on a root or a cut, and one was changed, nothing tells which of them is wrong: it may name either.
     """
     first, indices = program.first_line, {index for index, _ in edit.texts}
@@ -169,8 +169,9 @@ def changed_lines(program: WrittenProgram, edit: Edit) -> frozenset[int]:
         groups = {m.group(1) for s in program.statements if (m := _GROUPS.match(s.text))}
         names = _names(program.statements[index].text) - groups
         before = [i for i in range(index) if names & _names(program.statements[i].text)]
+        made = [i for i in range(index) if names & _made_by(program.statements[i].text)]
         after = [i for i in range(index + 1, len(program.statements)) if names & _names(program.statements[i].text)]
-        indices |= set(before[-1:]) | set(after[:1])
+        indices |= {*before[-1:], *made[-1:], *after[:1]}
     return frozenset(first + index for index in indices)
 
 
@@ -181,3 +182,9 @@ def _names(text: str) -> set[str]:
     except SyntaxError:  # the head of a block
         return set(re.findall(r"\b[a-z_]\w*\b", text)) - {"if", "with", "for", "in", "range"}
     return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} - {"emu", "torch", "rank", "F"}
+
+
+def _made_by(text: str) -> set[str]:
+    """The variables that a statement assigns."""
+    match = re.match(r"(\w+) = ", text)
+    return {match.group(1)} if match else set()

@@ -14,7 +14,7 @@ from emu.testing.changes import CHANGES, Change, applied, changed_lines, edits
 from emu.testing.grammar import WrittenProgram, write_program
 from emu.testing.meshes import at_most
 
-TRIES = 40  # programs that are looked at for one that allows a kind of change; one in five does, of the rarest
+DRAWN, TRIES = 6, 60  # programs that are looked at for one that allows a kind of change: drawn ones, then given ones
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,8 @@ class WrongProgram:
         changed: the program with it, every line where it was.
         change: its kind, one of emu.testing.CHANGES.
         lines: numbers of the lines that a report may name: those that were changed; where one was left out, its
-            neighbours, too, and those that made or next use what it would have changed.
+            neighbours, too, and those that made or next use what it would have changed; where it said a root or a cut that
+            others say as well, those others.
         says: the change in words.
     """
 
@@ -79,8 +80,9 @@ def write_wrong_program(random: Random, max_ranks: int = 8, changes: Sequence[Ch
             else EmuError(f"there is no change {unknown[0]!r}", f"name some of {', '.join(CHANGES)}")
         )
     change = changes[random.randint(0, len(changes) - 1)]
-    for _ in range(TRIES):
-        right = write_program(random, max_ranks)
+    for attempt in range(TRIES):
+        # What shrinks chooses the simplest each time, which would be the same program over and over.
+        right = write_program(random if attempt < DRAWN else Random(attempt), max_ranks)
         if found := edits(right, change):
             edit = found[random.randint(0, len(found) - 1)]
             changed = applied(right, edit)

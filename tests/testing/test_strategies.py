@@ -45,7 +45,9 @@ def test_meshes_may_be_bounded():
 
 @pytest.fixture(scope="module")
 def drawn_plans():
-    return collected(testing.plans(max_ranks=8), 300)
+    deep = testing.plans(4, axes=("pp",), microbatches=[4])  # as many as some schedules need
+    bounds = (testing.plans(), 100), (deep, 150), (testing.plans(4, axes=("cp", "tp")), 80)
+    return [plan for strategy, n in bounds for plan in collected(strategy, n)]
 
 
 def test_every_option_of_a_plan_occurs(drawn_plans):
@@ -66,8 +68,8 @@ def test_plans_may_be_bounded():
 
 
 def test_all_shrinks_to_what_is_simplest():
-    few = settings(max_examples=60, deadline=None, derandomize=True, database=None)
-    assert find(testing.plans(max_ranks=4), lambda plan: True, settings=few) == emu.Plan(
+    few = settings(max_examples=20, deadline=None, derandomize=True, database=None)
+    assert find(testing.plans(max_ranks=2), lambda plan: True, settings=few) == emu.Plan(
         "", precision="fp32", global_batch=2, seq=5
     )
     assert find(testing.meshes(), lambda mesh: True, settings=few).size == 1

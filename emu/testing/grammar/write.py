@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from emu.testing.grammar.steps import gather_rows, moves_for, own_rows, steps_for
+from emu.testing.grammar.steps import column_row, gather_rows, local, moves_for, own_rows, steps_for
 from emu.testing.grammar.writer import Weight, Writer
 from emu.testing.grammar.written import WrittenProgram
 
@@ -36,7 +36,9 @@ def write_program(random: Random, max_ranks: int = 8, trained: bool | None = Non
             choices = moves_for(w)
             choices[random.randint(0, len(choices) - 1)](w)
     if w.trained and not w.weights:
-        steps_for(w)[0](w)
+        local(w)
+    if not any(line.kind == "communication" for line in w.lines):
+        column_row(w)
     (_train if w.trained else _return)(w)
     return WrittenProgram(HEAD, tuple(w.lines), tuple(w.reference), axes)
 
