@@ -20,7 +20,7 @@ from emu.equivalence.conflicts import Block, Pair, Reading, line_of, may_go
 from emu.equivalence.crossing import Call, circles
 from emu.equivalence.proof import Access, Hazard, Hazards, Waiting
 from emu.spmd import EmuError, Mesh
-from emu.trace.events import Choice, Collective, EventWait, HostWait, Transfer, Use, Wait
+from emu.trace.events import At, Choice, Collective, EventWait, HostCopy, HostWait, Kernel, Transfer, Use, Wait
 from emu.trace.trace import Trace
 from emu.virtual.launch import Program, run_virtual
 
@@ -48,9 +48,8 @@ def prove(trace: Trace) -> Hazards:
         EmuError: it was not, though its ranks did something.
     """
     reading = Reading(trace)
-    if not reading.n_uses and any(
-        isinstance(e, (Collective, Transfer)) and e.bytes for _, e in trace.of(Collective, Transfer)
-    ):
+    recorded = any(True for _ in trace.of(Use, At))
+    if not recorded and any(True for _ in trace.of(Kernel, Collective, Transfer, HostCopy)):
         raise EmuError(
             "this trace does not say who uses which memory", "record it: emu.launch(program, mesh, uses=True)"
         )

@@ -290,9 +290,12 @@ def test_a_saved_run_proves_what_it_recorded(tmp_path):
     assert str(emu.Run.load(path).hazards()) == str(run.hazards()) == str(emu.launch(overlaps, MESH).hazards())
     assert run.metrics == emu.launch(overlaps, MESH).metrics, "uses cost nothing"
     assert not emu.launch(late_wait, MESH, uses=True).hazards(), "which is no error there"
-    emu.launch(overlaps, MESH).save(path)
-    with pytest.raises(EmuError, match="does not say who uses which memory"):
-        emu.Run.load(path).hazards()
+    for program in (overlaps, lambda rank: torch.ones(4).neg()):
+        emu.launch(program, MESH).save(path)
+        with pytest.raises(EmuError, match="does not say who uses which memory"):
+            emu.Run.load(path).hazards()
+    emu.launch(lambda rank: None, MESH).save(path)
+    assert emu.Run.load(path).hazards(), "of nothing there is nothing to record"
 
 
 def test_the_rest_of_a_record_is_still_one():
