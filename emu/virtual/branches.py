@@ -1,6 +1,6 @@
-"""Which branches, loops and early exits decide whether a line of the user's program runs: read from its source.
+"""Which branches, loops and early exits decide whether a line of the user's program runs: read once something is wrong.
 
-Nothing here is used before something is wrong. A condition counts as one that depends on the rank where its text leads
+A condition counts as one that depends on the rank where its text leads
 back to one: `rank.id == 0`, or `mine` after `mine = batches[rank.id]`.
 """
 
@@ -44,6 +44,7 @@ class Branch(NamedTuple):
         -1
     )  # of an exit: how many of the branches around the line lie outside of the loop that it ends; -1: a return
     names: tuple[str, ...] = ()  # of a loop: its variables
+    constant: bool = False  # whether it is the same for all ranks, whatever they are
 
 
 @lru_cache(4)
@@ -179,7 +180,8 @@ def _branch(node: ast.AST, arm: str, on_rank: frozenset[str]) -> Branch:
         kind, text = "branch", "else:"
     differs = any(depends(test, on_rank) for test in tests)
     text = text if len(text) <= 80 else text[:76] + " ..."
-    return Branch(kind, node.lineno, node.col_offset, arm, text, differs, names=tuple(names))  # type: ignore[attr-defined]
+    same = bool(tests) and not any(isinstance(n, ast.Name) and n.id != "range" for t in tests for n in ast.walk(t))
+    return Branch(kind, node.lineno, node.col_offset, arm, text, differs, names=tuple(names), constant=same)  # type: ignore[attr-defined]
 
 
 def _bare(target: ast.AST) -> str:
@@ -240,8 +242,13 @@ def ranks_names(tree: ast.AST, names: Iterable[str]) -> frozenset[str]:
             return frozenset(found)
 
 
-def _spread(node: ast.AST, found: set[str], differs: bool, spared: frozenset[str] = frozenset()) -> None:
-    """Adds what is assigned from names that differ between ranks, or under a condition that does, but for what is spared."""
+def _spread(node: ast.AST, found: set[str], differs: bool, anew: frozenset[str] | None = None) -> None:
+    """Adds what is assigned from names that differ between ranks, or where not all ranks come.
+
+    Args:
+        differs: whether a condition or a loop that depends on the rank is around the node.
+        anew: if it is a loop, what each round has set anew before: that differs no more than the round does. Else None.
+    """
     value, targets = getattr(node, "value", None), []
     if isinstance(node, ast.Assign):
         targets = node.targets
@@ -257,25 +264,19 @@ def _spread(node: ast.AST, found: set[str], differs: bool, spared: frozenset[str
             found.add(receiver.value.id)
     of_rank = isinstance(value, ast.AST) and depends(value, found)
     for name in (name for target in targets for name in _targets(target)):
-        if of_rank or (differs and name not in spared):
+        if of_rank or (differs and (anew is None or name not in anew)):
             found.add(name)
     test = getattr(node, "test", None) or getattr(node, "subject", None) or getattr(node, "iter", None)
     if isinstance(test, ast.AST) and depends(test, found):
-        if isinstance(node, LOOPS):  # what every round sets anew differs no more than the rounds do
-            spared = spared if differs else spared | set(_set_anew(node.body))
+        anew = (anew if differs else frozenset()) if isinstance(node, LOOPS) else None
         differs = True
-    for _, _, child in _children(node):
-        _spread(child, found, differs, spared)
-
-
-def _set_anew(body: Sequence[ast.stmt]) -> Iterator[str]:
-    """What a block assigns whatever happens."""
-    for part in body:
-        if isinstance(part, ast.Assign):
-            for target in part.targets:
-                yield from _targets(target)
-        elif isinstance(part, (*LOOPS, ast.With)):
-            yield from _set_anew(part.body)
+    for _, value in ast.iter_fields(node):
+        here = anew
+        for child in value if isinstance(value, list) else [value]:
+            if here is not None and isinstance(child, ast.Assign):
+                here |= {target.id for target in child.targets if isinstance(target, ast.Name)}
+            if isinstance(child, ast.AST):
+                _spread(child, found, differs, here)
 
 
 def _targets(node: ast.AST) -> list[str]:

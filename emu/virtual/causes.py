@@ -2,7 +2,8 @@
 
 Two ranks of one program have come to different places. Up to the call before they agreed, so a condition, a loop or an
 early exit between the two parted them: one that only one of them stands inside of, or that kept the other from coming.
-Where several could have and the source does not tell them apart, all are listed, and none is called the cause.
+Where several could have, or one of which the source does not show that it depends on the rank, they are listed, and none is
+called the likely cause.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Cause(NamedTuple):
     Fields:
         kind: "branch" (a condition that only some enter), "loop" (unequal rounds), "exit" (return, break or continue), "order"
             (both sides of a condition call the same, in another order), "messages" (all send, or receive, first),
-            "lengths" (what does not divide), or "several" (conditions of which any may be it).
+            "lengths" (what does not divide), or "possible" (conditions that may be it, or may not).
         where: the line of it, "file.py:12"; "" for none.
         text: one sentence.
     """
@@ -48,7 +49,7 @@ class Cause(NamedTuple):
     text: str
 
     def __str__(self) -> str:
-        return f"\n  {'possible causes' if self.kind == 'several' else 'likely cause'}: {self.text}"
+        return f"\n  {'possible cause' if self.kind == 'possible' else 'likely cause'}: {self.text}"
 
 
 def of_left(mine: Sequence[Stand], gone: Sequence[int]) -> Cause | None:
@@ -92,7 +93,7 @@ def of_circle(waits: Sequence[Wait], where: dict[int, list[Stand]]) -> Cause | N
         return None  # two sides of a message stand at different lines in right programs, too
     for wait, ahead in zip(waits, [*waits[1:], waits[0]]):
         a, b = where.get(wait.rank, []), where.get(ahead.rank, [])
-        if (found := of_two(a, b, wait.rank, ahead.rank)) is not None and found.kind != "several":
+        if (found := of_two(a, b, wait.rank, ahead.rank)) is not None and found.kind != "possible":
             return found
     return None
 
@@ -229,15 +230,16 @@ def _some(calls: Sequence[str]) -> str:
 
 
 def _choose(found: Sequence[tuple[Stand, Branch]], stack: Sequence[Stand], who: Sequence[int]) -> Cause | None:
-    """The one condition that depends on the rank, or the only one; several are listed, and none is called the cause."""
+    """The one condition that depends on the rank; where there are several, or none that surely does, none is the likely one."""
     found = [(stand, branch) for stand, branch in found if not _alike_on_both_sides(stand, branch)]
-    sure = [pair for pair in found if pair[1].on_rank] or found
-    if not sure:
-        return None
-    if len(sure) > 1:
-        listed = [f"`{_words(b)}` ({os.path.basename(s.file)}:{b.line})" for s, b in sure[:4]]
-        more = f" and {len(sure) - 4} more" if len(sure) > 4 else ""
-        return Cause("several", "", f"whether a rank comes to {stack[-1].line} depends on {', '.join(listed)}{more}")
+    sure = [pair for pair in found if pair[1].on_rank]
+    if len(sure) != 1:
+        open_ = sure or [pair for pair in found if not pair[1].constant]
+        if not open_:
+            return None
+        listed = [f"`{_words(b)}` ({os.path.basename(s.file)}:{b.line})" for s, b in open_[:4]]
+        more = f" and {len(open_) - 4} more" if len(open_) > 4 else ""
+        return Cause("possible", "", f"whether a rank comes to {stack[-1].line} depends on {', '.join(listed)}{more}")
     stand, branch = sure[0]
     where = f"{os.path.basename(stand.file)}:{branch.line}"
     them = ranks_words(list(who))

@@ -239,10 +239,32 @@ def test_where_several_conditions_could_be_it_none_is_called_the_cause():
                 rank.group().barrier()
 
     error = failing(program, kind=RankLeft)
-    assert error.cause.kind == "several" and "likely" not in str(error)
+    assert error.cause.kind == "possible" and "likely" not in str(error)
     assert all(
-        part in str(error) for part in ("possible causes", "`if rank.id < 5:`", "`for _ in range(3 - (rank.id == 2)):`")
+        part in str(error) for part in ("possible cause", "`if rank.id < 5:`", "`for _ in range(3 - (rank.id == 2)):`")
     )
+
+
+def test_a_condition_of_which_the_source_does_not_say_that_it_depends_on_the_rank_is_possible():
+    loaders = iter([[1, 2, 3], [1, 2]])
+
+    def program(rank):
+        loader = next(loaders)
+        for _ in loader:
+            rank.group().barrier()
+
+    error = failing(program, 2, RankLeft)
+    assert error.cause.kind == "possible" and "possible cause: " in str(error) and "`for _ in loader:`" in str(error)
+
+
+def test_control_a_loop_that_is_the_same_everywhere_is_no_cause():
+    def program(rank):
+        if rank.id:
+            rank.group().barrier()
+        for _ in range(2):
+            rank.group().barrier()
+
+    assert failing(program, 2, RankLeft).cause is None
 
 
 def test_a_condition_whose_sides_call_the_same_is_no_cause():
@@ -279,3 +301,28 @@ def test_looking_for_a_cause_keeps_no_tensor_alive():
 
     failing(program, 2, RankLeft)
     assert gone == [True]
+
+
+def test_what_all_ranks_share_is_no_cause():
+    def program(rank):
+        group = rank.group()
+        for step in range(3):
+            if rank.mesh.size > 2 and group.size > 2:  # noqa: SIM102
+                if group.rank != 1 or step < 2:
+                    group.barrier()
+            if rank.id == 1:
+                continue  # of no account: nothing comes after it
+
+    error = failing(program, kind=RankLeft)
+    assert (error.cause.kind, error.cause.where) == ("branch", line(program, 4))
+
+
+def test_a_break_after_the_call_counts_for_the_next_round():
+    def program(rank):
+        for step in range(3):
+            rank.group().barrier()
+            if rank.id == 1 and step == 1:
+                break
+
+    error = failing(program, kind=RankLeft)
+    assert (error.cause.kind, error.cause.where) == ("exit", line(program, 4))
