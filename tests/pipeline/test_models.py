@@ -303,15 +303,15 @@ LLAMA = {
 }
 
 
-@pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(
-    ("mesh", "schedule", "more"),
+    ("mesh", "schedule", "more", "tied"),
     [
-        ("pp=4", "1f1b", {}),
-        ("pp=2", "zb-v", {}),
-        ("pp=2,dp=2", "zb-h1", {"zero": 3}),
-        ("pp=2,tp=2", "interleaved", {"chunks": 2}),
-        ("pp=2,tp=2", "zb-h2", {"sp": True}),
+        ("pp=4", "1f1b", {}, True),
+        ("pp=2", "zb-v", {}, False),
+        ("pp=2,dp=2", "zb-h1", {"zero": 3}, False),
+        ("pp=2,dp=2", "zb-h1", {"zero": 3}, True),
+        ("pp=2,tp=2", "interleaved", {"chunks": 2}, True),
+        ("pp=2,tp=2", "zb-h2", {"sp": True}, False),
     ],
 )
 def test_the_stock_llama(mesh, schedule, more, tied):
