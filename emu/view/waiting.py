@@ -45,7 +45,7 @@ class Node:
 def nodes_of(graph: WaitGraph, most: int = MOST_NODES) -> list[Node]:
     """The nodes of the picture: each rank of the circle, then the others, joined where they wait alike. At most so many."""
     by_rank = {wait.rank: wait for wait in graph.waits}
-    few = len({*by_rank, *graph.finished}) <= LABELLED
+    few = not graph.circle and len({*by_rank, *graph.finished}) <= LABELLED  # each by itself
     ring = [Node((r,), _words(by_rank[r]), by_rank[r].waits_for, "circle") for r in graph.circle]
     others = len({*by_rank, *graph.finished} - set(graph.circle))
     if len(ring) > (room := most - min(others, most // 4)):

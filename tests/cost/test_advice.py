@@ -104,6 +104,7 @@ def test_synchronous_ones_with_a_scaling_in_between():
     "make",
     [
         lambda r: gradients(8, 10**9, r),  # large: bandwidth is what they cost
+        lambda r: gradients(8, 10**7, r),  # latency is a third of it
         lambda r: gradients(3, 100, r),  # few
         lambda r: gradients(8, 100, r, waits="at once"),  # each is needed at once
         lambda r: gradients(8, 100, 0, ranks=1),  # alone

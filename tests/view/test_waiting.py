@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -60,6 +61,18 @@ def test_nothing_overlaps_and_nothing_is_cut_off(make, n):
         assert box.x0 >= 0 and box.y0 >= 0 and box.x1 <= width and box.y1 <= height, f"{text} is cut off"
     for (a, box), (b, other) in itertools.combinations(boxes, 2):
         assert not box.overlaps(other), f"{a} lies on {b}"
+
+
+@pytest.mark.parametrize("make", [ring, left, around_a_circle, many_apart], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("n", [4, 8, 16])
+def test_no_arrow_runs_through_a_label(make, n):
+    figure, boxes = drawn(make(n))
+    axes = figure.axes[0]
+    labels = [(text, box) for text, box in boxes if text in axes.texts and ".py:" in text.get_text()]
+    for arrow in axes.patches:
+        a, b = (np.array(axes.transData.transform(end)) for end in arrow._posA_posB)
+        for text, box in labels:
+            assert not any(box.contains(*(a + t * (b - a))) for t in np.linspace(0, 1, 200)), text
 
 
 @pytest.mark.parametrize("n", [2, 3, 5, 6, 7, 9, 24, 100, 1000])

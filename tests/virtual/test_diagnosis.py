@@ -94,6 +94,14 @@ def test_a_thousand_ranks_are_few_lines():
     assert len(str(WaitGraph(mixed)).splitlines()) == 17 and "and 983 more" in str(WaitGraph(mixed))
 
 
+def test_who_waits_for_a_rank_that_finished_has_a_line_of_its_own():
+    chain = tuple(
+        Wait(r, f"world.recv number 0 from rank {r + 1} of float32[2]", "a.py:1", (r + 1,)) for r in range(19)
+    )
+    first, last = str(WaitGraph(chain, (19,))).splitlines()
+    assert first.startswith("  ranks 0-17 wait in world.recv number 0 of") and last.endswith("for rank 19 (finished)")
+
+
 @given(st.sets(st.integers(0, 60), min_size=1))
 def test_ranks_in_words_name_each_once(ranks):
     text = ranks_words(sorted(ranks), most=100).removeprefix("ranks ").removeprefix("rank ")
