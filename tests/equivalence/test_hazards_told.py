@@ -137,6 +137,20 @@ def test_of_many_faults_all_are_told_once_each():
     )
 
 
+def test_uses_that_the_same_wait_would_order_are_one_hazard():
+    def program(rank):
+        x = torch.ones(4)
+        with rank.stream("side") as side:
+            side.wait_stream(rank.stream("default"))
+            x.add_(1)
+        y = x.neg()
+        z = x.abs()
+        return y, z
+
+    (found,) = emu.hazards(program, MESH).found
+    assert (found.first.what, found.second.what, found.times) == ("add_", "neg", 2)
+
+
 def test_an_event_that_the_host_waits_for_is_not_all_of_its_stream():
     def program(rank, late):
         side, main = rank.stream("side"), rank.stream("default")
