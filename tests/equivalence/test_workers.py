@@ -114,6 +114,17 @@ def test_ctrl_c_ends_every_process():
     assert nobody_is_left()
 
 
+def test_ctrl_c_is_the_parents_to_answer():
+    """A terminal sends it to every process."""
+
+    def work(job):
+        if elsewhere():
+            os.kill(os.getpid(), signal.SIGINT)
+        return os.getpid()
+
+    assert HERE not in each(work, range(2), 2)
+
+
 def test_processes_end_with_their_parent():
     ours, theirs = multiprocessing.Pipe(duplex=False)
 
