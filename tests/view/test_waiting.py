@@ -97,6 +97,13 @@ def test_the_circle_is_thick_and_solid_and_other_waits_are_not():
     assert luminance(FINISHED) - luminance(CIRCLE) > 30
 
 
+def test_what_a_rank_of_the_circle_waits_for_besides_is_no_part_of_it():
+    waits = tuple(Wait(r, "dp.barrier number 0", "a.py:1", others) for r, others in ((0, (1, 2)), (1, (2,)), (2, (0,))))
+    graph = WaitGraph(waits, (), circle_of(waits))
+    widths = sorted(arrow.get_linewidth() for arrow in waiting_figure(graph).axes[0].patches)
+    assert graph.circle == (0, 1, 2) and widths == [0.8, 2.6, 2.6, 2.6]
+
+
 def test_small_graphs_say_calls_and_lines_beside_the_ranks_and_large_ones_below():
     _, boxes = drawn(ring(4))
     assert sum("world.send number 0" in t.get_text() and "a.py:1" in t.get_text() for t, _ in boxes) == 4
