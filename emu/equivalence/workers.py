@@ -160,7 +160,7 @@ def _forked(
     context = multiprocessing.get_context("fork")
     workers: dict[Connection, Any] = {}
     everyone = []
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # until each is known, and ignores it
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # in them for good, here until each is known
     try:
         try:
             for _ in range(n):
@@ -189,8 +189,10 @@ def _serve(
     jobs: Sequence[Any],
     fit: Callable[[], bool],
 ) -> None:
-    """The life of a forked process: it ends with its parent, whose ends of pipes it must not hold open."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
+    """The life of a forked process: it ends with its parent, whose ends of pipes it must not hold open.
+
+    SIGINT stays blocked, as it was when it was forked: Ctrl-C is the parent's to answer.
+    """
     for other in parents:
         other.close()
     try:
