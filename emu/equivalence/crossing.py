@@ -70,6 +70,8 @@ def _by_rank(steps: list[tuple[Call, Call]]) -> list[tuple[Call, Call]]:
             joined[-1] = joined[-1][0], second
         else:
             joined.append((first, second))
+    if joined[-1][1].rank == joined[0][0].rank:  # the circle was cut within a rank's steps
+        joined[0] = joined.pop()[0], joined[0][1]
     return joined
 
 
