@@ -104,6 +104,14 @@ def test_batches_are_uneven_and_learn_something():
     assert any(not bool((batch.y != -100).any(1).all()) for batch in drawn)  # rows of which nothing counts
 
 
+def test_a_model_has_a_layer_for_every_stage_and_an_expert_for_every_rank():
+    few = settings(max_examples=5, deadline=None, derandomize=True, database=None)
+    deep = emu.Plan("pp=4", schedule="interleaved", chunks=2, microbatches=4)
+    assert find(testing.models(deep), lambda model: True, settings=few).config.layers == 8
+    wide = emu.Plan("dp=4", ep=4)
+    assert find(testing.models(wide), lambda model: True, settings=few).config.experts == 4
+
+
 def verified(data, most, tier="exact"):
     plan = data.draw(testing.plans(max_ranks=most))
     model = data.draw(testing.models(plan, max_layers=1))
