@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -118,6 +119,31 @@ def test_memory_freed_in_flight():
         and "keep a reference" in found.cure
         and "'default' may be given it again" in str(found)
     )
+
+
+@pytest.mark.parametrize("way", ["with the program", "by a statement", "before more work", "by resize_"])
+def test_what_dies_with_the_program_is_no_fault_and_all_else_is(way):
+    def uses(rank):
+        x = torch.ones(4)
+        side = rank.stream("side")
+        side.wait_stream(rank.stream("default"))
+        with side:
+            x.neg()
+        if way == "by a statement":
+            del x
+        elif way == "by resize_":
+            x.untyped_storage().resize_(0)
+
+    def program(rank):
+        uses(rank)
+        if way == "before more work":
+            torch.ones(4)
+
+    right = way == "with the program"
+    found = emu.hazards(program, MESH)
+    assert [hazard.kind for hazard in found.found] == ([] if right else ["freed in flight"])
+    with nullcontext() if right else pytest.raises(emu.spmd.BufferInFlight, match="is freed"):
+        emu.launch(program, MESH)
 
 
 def test_of_many_faults_all_are_told_once_each():
