@@ -56,6 +56,17 @@ def test_both_lines_and_the_wait_that_is_missing():
     )
 
 
+def test_before_a_communication_the_stream_that_issues_it_must_wait():
+    def program(rank):
+        with rank.stream("side"):
+            x = torch.ones(4)
+        rank.group("dp").all_reduce(x, async_op=True).wait()
+        rank.stream("side").wait_stream(rank.stream("default"))
+
+    (found,) = emu.hazards(program, MESH).found
+    assert found.cure.startswith("make stream 'default' wait, before dp.all_reduce number 0 at ")
+
+
 def test_a_proof_says_how_much_it_is_of_and_which_wait_memory_does_not_need():
     found = emu.hazards(overlaps, MESH)
     assert found and re.match(
