@@ -84,6 +84,8 @@ def say_factor(factor: Factor, mesh: Mesh) -> str:
     size = times if times > 1 else 1 / times
     said = f"{whose} is {size:.2f}x too {'large' if times > 1 else 'small'}"
     n = _whole(times)
+    if n is None and abs(times) < 2 and abs(1 / times) < 2:
+        return f"{said}: that is no number of ranks; look for a scale, a decay, or a count of other tokens"
     axes = [axis for axis, length in {**mesh.axes, **mesh.folds}.items() if length == n]
     where = f" over {axes[0]!r}, which has {n} ranks," if axes else " over all ranks" if n == mesh.size else ""
     if times > 1:

@@ -101,20 +101,19 @@ def check(
             verdict = score(verdict, chosen, program, mesh, args, base, right, arithmetic, progress)
         else:
             drops_out = next((keeper.random for keeper in base.keepers if keeper.random), None)
+            progress("bisection")
+            names = [d.name for d in judged.wrong] or [verdict.first_divergence]
+            divergence = _diverges(program, single, mesh, alone, [n for n in names if n], args)
             hint = _advice(
                 judged,
                 arithmetic.comparable(right),
                 mesh,
                 drops_out,
+                divergence is not None,
                 lambda: _in_float64(single, alone, program, mesh, args) if tier == "exact" else "",
             )
-            progress("bisection")
-            names = [d.name for d in judged.wrong] or [verdict.first_divergence]
-            verdict = replace(
-                verdict,
-                why=f"{verdict.why}\n  hint: {hint}" if hint else verdict.why,
-                divergence=_diverges(program, single, mesh, alone, [n for n in names if n], args),
-            )
+            why = f"{verdict.why}\n  hint: {hint}" if hint else verdict.why
+            verdict = replace(verdict, why=why, divergence=divergence)
     return verdict
 
 
@@ -160,9 +159,14 @@ def _advice(
     right: Mapping[str, Tensor],
     mesh: Mesh,
     drops_out: str | None,
+    located: bool,
     rounding: Callable[[], str],
 ) -> str:
-    """What to do about results that differ; the first of the causes below that fits."""
+    """What to do about results that differ; the first of the causes below that fits.
+
+    Where it is known which line is wrong (`located`), nothing general is said beside it of a program without a loss to
+    begin with, or without ranks between which something is reduced.
+    """
     wrong, ours = judged.wrong, judged.ours
     if not wrong:
         return ""
@@ -177,7 +181,9 @@ def _advice(
         return "find the first operation that overflows, or use a batch and weights that do not"
     if factor := common_factor(wrong, ours, right):
         return say_factor(factor, mesh)
-    return (rounding() if may_be_rounding(wrong) else "") or say_where(wrong, right, mesh)
+    if may_be_rounding(wrong) and (said := rounding()):
+        return said
+    return "" if located and (mesh.size == 1 or "loss" not in right) else say_where(wrong, right, mesh)
 
 
 def _diverges(

@@ -13,6 +13,7 @@ from emu.equivalence.bisection.recorder import Made, is_zero
 from emu.equivalence.bisection.standing import TURNS, Standing
 from emu.virtual.lines import is_emus
 
+FILLING = ("zero", "new_zeros")  # ops that make buffers, to be filled later
 COPIES = ("clone", "copy_", "_to_copy", "div", "div_", "mul", "mul_", "neg")
 
 
@@ -111,7 +112,7 @@ def what_went_in(made: Made, inputs: Sequence[tuple[Made, Standing]]) -> str:
         x, standing = parts[0]
         verb = f"it reads what is still a part of a sum {axes_in_words(standing.over)}"
         return f"{verb}, {made_by(x)}: reduce that sum first, over those ranks"
-    empty = [x for x, _ in inputs if x.op and is_zero(x)]
+    empty = [x for x, _ in inputs if x.op.startswith(FILLING) and is_zero(x)]
     if empty and not made.members:
         return f"it reads zeros, made by {described(empty[0])}; whatever else it reads is right"
     lines = list(dict.fromkeys(line for x, _ in inputs if (line := line_before(x, made.line))))[-2:]

@@ -14,6 +14,7 @@ from emu.equivalence.bisection.recorder import Made, Record
 from emu.spmd import Mesh
 
 NOISE = 1e-13  # of what it was made of: what is left of a sum that is truly zero
+EMPTY = ("empty", "new_empty")  # ops that leave memory as it was
 TURNS = "microbatches"  # in place of an axis: what is made at one place, time after time, is summed
 
 
@@ -212,7 +213,10 @@ def total(parts: list[Made]) -> Tensor:
 
 
 def _size(made: Made) -> float:
-    return 0.0 if made.value is None or not made.value.numel() else float(made.value.abs().max())
+    """The largest finite number in it; 0 where it has none, or where nobody wrote any yet."""
+    if made.value is None or made.op.startswith(EMPTY):
+        return 0.0
+    return float(made.value.abs().nan_to_num(0.0, posinf=0.0).max()) if made.value.numel() else 0.0
 
 
 def _same(values: list[Tensor | None]) -> bool:
