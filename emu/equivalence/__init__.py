@@ -2,8 +2,8 @@
 
 from emu.equivalence.check import TIERS, check
 from emu.equivalence.exact import Certificate, ExactMode
-from emu.equivalence.hazards import hazards, prove
-from emu.equivalence.proof import Hazard, Hazards
+from emu.equivalence.hazard_proof.hazards import hazards, prove
+from emu.equivalence.hazard_proof.proof import Hazard, Hazards
 from emu.equivalence.verdict import Verdict
 from emu.equivalence.verify import verify
 

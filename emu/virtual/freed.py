@@ -15,7 +15,7 @@ import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from emu.spmd.errors import BufferInFlight
-from emu.trace.events import Free
+from emu.trace.events import Free, HostFree
 from emu.virtual.lines import user_frame, user_line
 from emu.virtual.streams import Use, called, cure, in_words
 
@@ -80,7 +80,7 @@ def tell(scheduler: Scheduler, rank: int) -> None:
 def tell_at_end(device: VirtualDevice) -> None:
     """The same when the program is over. What died as its functions ended, with nothing after it, was freed by the end."""
     for fault in _taken(device.rendezvous.scheduler, device.rank):
-        if fault.on_purpose or any(type(event) is not Free for event in device.events[fault.events :]):
+        if fault.on_purpose or any(type(event) not in (Free, HostFree) for event in device.events[fault.events :]):
             raise fault.error
 
 

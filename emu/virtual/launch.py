@@ -66,7 +66,7 @@ def run_virtual(
         within: entered around each rank's program, on its thread.
         rendezvous: how the ranks' communications are carried out.
         seconds: for order="time": what a kernel, collective or transfer lasts.
-        uses: whether the trace says who uses which memory; then no race is an error (emu.equivalence.hazards finds them).
+        uses: whether the trace says who uses which memory; then no race is an error (emu.hazards finds them).
 
     Raises:
         whatever the first rank to fail raised, with a note that names the rank; all others are ended first.

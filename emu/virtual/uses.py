@@ -1,4 +1,4 @@
-"""Recording who uses which memory, on request: what proves that no wait is missing (emu/equivalence/hazards.py).
+"""Recording who uses which memory, on request: what proves that no wait is missing (emu/equivalence/hazard_proof).
 
 While it records, a device looks for no races: all of them are to be found in the record, not the first one only. Blocks
 then carry a `Recorded` in place of their Uses, which writes every use down and remembers none.

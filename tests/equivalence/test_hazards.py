@@ -11,7 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import emu
-from emu.equivalence import Hazards, conflicts
+from emu.equivalence import Hazards
+from emu.equivalence.hazard_proof import conflicts
 from emu.spmd import BufferInFlight
 from emu.trace import order as clocks
 from emu.trace.events import EventRecord, EventWait

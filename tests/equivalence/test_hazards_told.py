@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import emu
-from emu.equivalence import crossing, prove
+from emu.equivalence import prove
+from emu.equivalence.hazard_proof import crossing
 from emu.spmd import EmuError
 from emu.spmd.calls import wait_any
 from emu.trace.events import At, Choice, HostWait, Use

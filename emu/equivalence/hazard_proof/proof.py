@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
-from emu.equivalence.conflicts import Pair, Reading
+from emu.equivalence.hazard_proof.conflicts import Pair, Reading
 from emu.trace.events import Collective, Transfer
 from emu.trace.trace import Trace
 from emu.trace.units import count_text

@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from emu.equivalence.conflicts import Block, Pair, Reading, line_of, may_go
-from emu.equivalence.crossing import Call, circles
-from emu.equivalence.proof import Access, Hazard, Hazards, Waiting
+from emu.equivalence.hazard_proof.conflicts import Block, Pair, Reading, line_of, may_go
+from emu.equivalence.hazard_proof.crossing import Call, circles
+from emu.equivalence.hazard_proof.proof import Access, Hazard, Hazards, Waiting
 from emu.spmd import EmuError, Mesh
 from emu.trace.events import At, Choice, Collective, EventWait, HostCopy, HostWait, Kernel, Transfer, Use, Wait
 from emu.trace.trace import Trace
