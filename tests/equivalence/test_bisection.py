@@ -94,7 +94,9 @@ def test_a_slip_is_found_where_it_stands(fault, op, ranks, words):
 
 def test_what_was_forgotten_at_the_end_is_told_from_the_reference():
     verdict = check(program("not divided"), emu.Mesh(dp=2, tp=2), reference, mutants="none")
-    assert f"'w' is returned at test_bisection.py:{line_of('all is returned')} as it was before the reference's div (test_bisection.py:" in verdict.divergence.says
+    line = line_of("all is returned")
+    told = f"'w' is returned at test_bisection.py:{line} as it was before the reference's div (test_bisection.py:"
+    assert told in verdict.divergence.says
 
 
 def test_what_is_right_diverges_nowhere():
