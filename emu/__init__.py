@@ -30,7 +30,7 @@ from emu.spmd import (
 )
 
 if TYPE_CHECKING:
-    from emu.equivalence import Hazards, Verdict, hazards, verify
+    from emu.equivalence import Hazards, Verdict, check, hazards, verify
     from emu.hardware import Cluster, chip, cluster
     from emu.parallel import Batch, DataParallel, Pipeline, Plan, parallelize
     from emu.run import Run, launch
@@ -57,6 +57,7 @@ __all__ = [
     "Shard",
     "Slices",
     "Verdict",
+    "check",
     "chip",
     "cluster",
     "grads",
@@ -77,6 +78,7 @@ _LAZY = {
     "Plan": "emu.parallel",
     "Run": "emu.run",
     "Verdict": "emu.equivalence",
+    "check": "emu.equivalence",
     "chip": "emu.hardware",
     "cluster": "emu.hardware",
     "hazards": "emu.equivalence",
