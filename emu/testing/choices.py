@@ -135,7 +135,7 @@ def config_of(case: Mapping[str, Any], layers: int | None = None) -> Config:
         norm="rms",
         tied=case["tied"],
         document_end=0 if case["documents"] else None,
-        experts=0 if case["model"] == "dense" else max(2, ep),
+        experts=0 if case["model"] == "dense" else max(3, ep),  # more than a token meets, or balance would not matter
         balance=0.1 if "balanced" in case["model"] else 0.0,
         balance_over="batch" if case["model"] == "balanced over the batch" else "sequence",
     )
