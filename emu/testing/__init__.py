@@ -13,16 +13,14 @@ Everything shrinks to what is simplest: one rank, default options, one layer, on
 alone does not install: pip install "emu[testing]".
 """
 
+from importlib.util import find_spec
+
 from emu.spmd import EmuError
 
-try:
-    import hypothesis  # noqa: F401
-except ModuleNotFoundError as missing:
-    if missing.name != "hypothesis":
-        raise
+if find_spec("hypothesis") is None:
     raise EmuError(
         "emu.testing needs hypothesis, which is not installed", 'pip install hypothesis, or: pip install "emu[testing]"'
-    ) from missing
+    )
 
 from emu.testing.changes import CHANGES
 from emu.testing.grammar import WrittenProgram

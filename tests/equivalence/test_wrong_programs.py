@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import faulthandler
-import sys
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from random import Random
 
 import pytest
 from hypothesis import given, settings
+from judging import Found, judged, matters, same
 
 from emu import testing
 from emu.spmd import EmuError
 from emu.testing import CHANGES, WrongProgram, write_wrong_program
 from emu.testing.changes import Change
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "testing"))
-from judging import Found, judged, matters, same
 
 SECONDS = 120  # for one program, which takes a fraction of one; then the process says where it stands, and ends
 NAMED = 0.9  # the share of reports that name the changed line

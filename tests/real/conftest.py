@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from forked import forked
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE / "programs"))  # tests compute from the same cases as the scripts that carry them out
-sys.path.insert(0, str(HERE.parent))
-from forked import forked  # noqa: E402
 
 
 @dataclass(frozen=True)

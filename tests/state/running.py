@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import ast
-import sys
 from pathlib import Path
 from typing import Any
 
+from forked import forked
+
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent))
-from forked import forked  # noqa: E402
 
 
 def in_processes(script: str, n: int, *args: object) -> Any:
