@@ -6,6 +6,8 @@ from .errors import HardwareError
 from .links import HostLink, Link, Protocol
 from .presets import chip, chip_names, cluster, cluster_names, smallest_cluster
 from .similar import Workload
+from .topology import Topology
+from .wires import Wire
 
 __all__ = [
     "Chip",
@@ -17,6 +19,8 @@ __all__ = [
     "Link",
     "Node",
     "Protocol",
+    "Topology",
+    "Wire",
     "Workload",
     "chip",
     "chip_names",
