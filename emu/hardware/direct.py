@@ -81,9 +81,7 @@ def ports(topology: Topology) -> int:
         return topology.sizes[0]
     if topology.kind == "hybrid cube mesh":
         return _DGX1_PORTS[_most(topology)]
-    wrapped = topology.kind == "torus"
-    each = ((0 if size == 1 else 2 if size > 3 - wrapped else 1, lanes) for size, _, lanes in _axes(topology))
-    return max(1, sum(neighbours * lanes for neighbours, lanes in each))
+    return max(1, sum(min(size - 1, 2) * lanes for size, _, lanes in _axes(topology)))
 
 
 def diameter(topology: Topology) -> int:
