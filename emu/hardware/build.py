@@ -17,7 +17,7 @@ from .links import HostLink, Link, Protocol
 def build_chip(table: Mapping[str, Any]) -> Chip:
     """A chip from its table."""
     values = _values(table)
-    for name in ("hbm_bytes", "l2_bytes", "sm_bytes"):
+    for name in ("hbm_bytes", "l2_bytes", "sm_bytes", "register_bytes"):
         if values.get(name) is not None:
             values[name] = int(values[name])
     return Chip(**values, sources=_sources(table))

@@ -23,7 +23,7 @@ class Chip:
     Args:
         name: as its maker calls it.
         peak_flops: dense FLOP/s by dtype name: "float64", "float32" (ordinary cores), "tf32", "float16", "bfloat16",
-            "float8".
+            "float8"; of the fastest unit that runs it.
         hbm_bytes: device memory.
         hbm_bytes_per_s: its peak bandwidth, reads plus writes.
         hbm_fraction: achievable share of that bandwidth, 0-1.
@@ -33,6 +33,10 @@ class Chip:
         calibrated_hbm_bytes_per_s: likewise; None until calibrated.
         l2_bytes, sm_count, tdp_w: last-level cache, cores, board power; None where no figure is known.
         sm_bytes: the shared memory that one core (SM) has for its tiles, likewise.
+        register_bytes: the registers of one core (SM), likewise.
+        vector_flops: dense FLOP/s by dtype of the vector unit alone (CUDA cores), which runs all that is no matrix
+            product; a dtype may be missing, and no dtype at all is named where no figure is known.
+        year: of its announcement.
         sources: dotted field name, e.g. "peak_flops.bfloat16", to where its number was read. A source that starts with
             "unverified" names a number that no good source was found for.
     """
@@ -50,6 +54,9 @@ class Chip:
     sm_count: int | None = None
     tdp_w: float | None = None
     sm_bytes: int | None = None
+    register_bytes: int | None = None
+    vector_flops: Mapping[str, float] = field(default_factory=dict, hash=False)
+    year: int | None = None
     sources: Mapping[str, str] = field(default_factory=dict, hash=False, repr=False)
 
     def peak(self, dtype: str) -> float:
@@ -78,6 +85,24 @@ class Chip:
     def memory_bytes_per_s(self) -> float:
         """HBM bytes/s that a large elementwise kernel reaches: calibrated, else the achievable share of peak."""
         return self.calibrated_hbm_bytes_per_s or self.hbm_bytes_per_s * self.hbm_fraction
+
+    def flops_by_unit(self) -> dict[str, dict[str, float]]:
+        """Peak dense FLOP/s as {"matrix": {dtype: rate}, "vector": {dtype: rate}}.
+
+        The matrix unit (tensor cores, systolic arrays) is where a peak rate is above the vector unit's, or where the
+        vector unit has none; so K40 and P100 have an empty one. A dtype on which both are equally fast is the vector
+        unit's.
+        """
+        matrix = {d: rate for d, rate in self.peak_flops.items() if rate > self.vector_flops.get(d, 0)}
+        return {"matrix": matrix, "vector": dict(self.vector_flops)}
+
+    def memory_levels(self) -> dict[str, float]:
+        """Bytes of each memory on the device, nearest first: "registers", "sm", "l2", "hbm"; without what is not known."""
+        levels = {"l2": self.l2_bytes, "hbm": self.hbm_bytes}
+        if self.sm_count is not None:
+            per_core = {"registers": self.register_bytes, "sm": self.sm_bytes}
+            levels = {name: size and size * self.sm_count for name, size in per_core.items()} | levels
+        return {name: size for name, size in levels.items() if size}
 
     @property
     def unverified(self) -> tuple[str, ...]:

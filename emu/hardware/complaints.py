@@ -25,6 +25,7 @@ _KINDS = (
     ("fraction", "a fraction, e.g. 0.8"),
     ("_s", "seconds, e.g. 3.4e-6"),
     ("_w", "watts"),
+    ("year", "a year, e.g. 2022"),
     ("nodes", "a whole number from 1"),
     ("devices", "a whole number from 1"),
     ("_count", "a whole number from 1"),
@@ -99,13 +100,13 @@ def _rates(table: ClusterTable, file: File) -> None:
         raise file.error(
             "chip.peak_flops", "chip.peak_flops has no rate.", "Give at least one, e.g. bfloat16 = 989e12."
         )
-    for kind in ("achievable_flops", "calibrated_flops"):
+    for kind in ("achievable_flops", "calibrated_flops", "vector_flops"):
         for dtype, rate in getattr(chip, kind).model_dump(exclude_none=True).items():
             field = f"chip.{kind}.{dtype}"
-            if dtype not in peaks:
+            if dtype not in peaks and kind != "vector_flops":  # a dtype may be slow there and fast nowhere
                 hint = f"Give chip.peak_flops.{dtype} too, or take {field} away."
                 raise file.error(field, f"{field} = {rate:g} has no peak to stand under.", hint, rate)
-            if rate > peaks[dtype]:
+            if rate > peaks.get(dtype, math.inf):
                 hint = "Correct one of them: both are dense FLOP/s, not with sparsity."
                 peak = f"chip.peak_flops.{dtype} = {peaks[dtype]:g}"
                 raise file.error(field, f"{field} = {rate:g} is above {peak}.", hint, rate)
@@ -121,6 +122,12 @@ def _memory(table: ClusterTable, file: File) -> None:
     if chip.l2_bytes is not None and chip.l2_bytes > chip.hbm_bytes:
         message = f"chip.l2_bytes = {chip.l2_bytes:g} is more than chip.hbm_bytes = {chip.hbm_bytes:g}."
         raise file.error("chip.l2_bytes", message, "Both are in bytes: correct the unit of one of them.", chip.l2_bytes)
+    for field in ("sm_bytes", "register_bytes"):
+        size, hbm = getattr(chip, field), chip.hbm_bytes
+        if size is not None and size * (chip.sm_count or 1) > hbm:
+            cores = f" of each of {chip.sm_count} cores" if chip.sm_count else ""
+            message = f"chip.{field} = {size:g}{cores} is more than chip.hbm_bytes = {hbm:g}."
+            raise file.error(f"chip.{field}", message, "It is of one core, in bytes: correct one of them.", size)
 
 
 def _count(table: ClusterTable, file: File) -> None:

@@ -13,7 +13,8 @@
     hbm_fraction = 0.84
     kernel_s = 2e-6
     peak_flops = { bfloat16 = 989e12, float32 = 67e12 }
-    achievable_flops = { bfloat16 = 794e12 }        # optional, like l2_bytes, sm_count, sm_bytes, tdp_w and calibrated_*
+    achievable_flops = { bfloat16 = 794e12 }        # optional, like l2_bytes, sm_count, sm_bytes, register_bytes, tdp_w,
+                                                    # year, vector_flops and calibrated_*
     sources = { default = "my data sheet" }         # optional in every table; else "given in" the file
 
     [node]
@@ -130,7 +131,9 @@ def _merge(base: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     if any(key in given for key in ("latency_s", "base_s", "tree_latency_s")):
         merged.pop("protocols", None)  # a preset's protocols would contradict latencies of one's own
     if "peak_flops" in given:
-        merged.pop("achievable_flops", None)  # what was measured on the preset says nothing of another peak
+        # What was measured on the preset, or its other unit reaches, says nothing of another peak.
+        merged.pop("achievable_flops", None)
+        merged.pop("vector_flops", None)
     for key, value in given.items():
         both = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
         merged[key] = _merge(merged[key], value) if both and key != "sources" else value

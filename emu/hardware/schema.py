@@ -68,6 +68,9 @@ class ChipTable(_Table):
     l2_bytes: Bytes | None = None
     sm_count: Count | None = None
     sm_bytes: Bytes | None = None
+    register_bytes: Bytes | None = None
+    vector_flops: _Rates = _Rates()
+    year: Annotated[int, BeforeValidator(_no_bool), Field(ge=1950, le=2100, strict=True)] | None = None
     tdp_w: Positive | None = None
 
 

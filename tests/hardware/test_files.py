@@ -106,7 +106,7 @@ def test_a_chip_like_another_keeps_what_it_does_not_say(tmp_path):
 
 def test_measured_rates_of_a_preset_do_not_survive_another_peak(tmp_path):
     c = Cluster.from_toml(written(tmp_path, '[chip]\nlike = "h100"\npeak_flops = { bfloat16 = 1e12 }\n'))
-    assert c.chip.achievable_flops == {}
+    assert c.chip.achievable_flops == c.chip.vector_flops == {}
     assert c.chip.flops_per_s("bfloat16") < 1e12
 
 
@@ -153,6 +153,17 @@ WRONG = {
     "a cache larger than the memory": (
         change("kernel_s = 1e-6", "kernel_s = 1e-6\nl2_bytes = 2e9"), 10, "chip.l2_bytes", "unit"
     ),
+    "a vector unit above the peak": (
+        change("[node]\n", "[chip.vector_flops]\nfloat32 = 2e12\n[node]\n"), 13, "chip.vector_flops.float32", "above"
+    ),
+    "a negative vector unit": (
+        change("[node]\n", "[chip.vector_flops]\nfloat32 = -1\n[node]\n"), 13, "chip.vector_flops.float32", "than 0"
+    ),
+    "registers larger than the memory": (
+        change("kernel_s = 1e-6", "kernel_s = 1e-6\nsm_count = 999\nregister_bytes = 2e6"),
+        11, "chip.register_bytes", "999 cores"
+    ),
+    "a year before computers": (change("kernel_s = 1e-6", "kernel_s = 1e-6\nyear = 22"), 10, "chip.year", "a year"),
     "a negative host link": (
         OWN + HOST_LINK.replace("5e9", "-5e9"), 30, "node.host_link.bandwidth_bytes_per_s", "per second"
     ),

@@ -64,8 +64,9 @@ def is_number(text):
     return re.fullmatch(r"[\d.]+", text) is not None
 
 
-def test_every_chip_of_the_csv_is_a_preset_and_none_besides():
-    assert {chip(name).name for name in chip_names()} == {row["name"] for row in ROWS}
+def test_every_chip_of_the_csv_is_a_preset_and_besides_only_two_older_ones():
+    older = {"K40", "P100-SXM2-16GB"}
+    assert {chip(name).name for name in chip_names()} == {row["name"] for row in ROWS} | older
 
 
 @pytest.mark.parametrize("row", ROWS, ids=[row["name"] for row in ROWS])
@@ -148,6 +149,41 @@ def test_no_rate_is_above_its_peak():
         assert c.scale_out.bytes_per_s <= c.scale_out.bandwidth_bytes_per_s <= c.node.scale_up.bandwidth_bytes_per_s
 
 
+def test_matrix_units_come_with_the_v100_and_are_faster_than_vector_units():
+    for old in ("k40", "p100"):
+        units = chip(old).flops_by_unit()
+        assert units["matrix"] == {} and units["vector"] == chip(old).peak_flops
+    for name in chip_names():
+        units, peak = chip(name).flops_by_unit(), chip(name).peak_flops
+        assert all(rate <= peak.get(d, rate) for d, rate in units["vector"].items())
+        # Each peak is one unit's: the matrix unit's above, or the vector unit's equal.
+        assert all((d in units["matrix"]) != (units["vector"].get(d) == rate) for d, rate in peak.items())
+    h100 = chip("h100").flops_by_unit()
+    assert set(h100["matrix"]) == {"float64", "tf32", "bfloat16", "float8"}
+    assert h100["vector"]["float32"] == 67e12 and h100["vector"]["bfloat16"] < h100["matrix"]["bfloat16"] / 7
+
+
+def test_memory_grows_with_distance_from_the_units_or_at_least_from_the_chip():
+    h100 = chip("h100").memory_levels()
+    assert list(h100) == ["registers", "sm", "l2", "hbm"]
+    assert h100["registers"] == 33792 * 1024  # NVIDIA's table of H100 SXM: register file size of the GPU
+    assert h100["sm"] == 132 * 228 * 1024
+    for name in chip_names():
+        levels = chip(name).memory_levels()
+        assert all(size < levels["hbm"] / 50 for level, size in levels.items() if level != "hbm"), name
+    assert "registers" not in chip("tpu-v5p").memory_levels()  # no source, so no figure
+
+
+def test_a_decade_multiplied_a_devices_peak_by_some_hundreds():
+    years = {name: chip(name).year for name in chip_names()}
+    assert all(2013 <= year <= 2025 for year in years.values())
+    assert min(years, key=lambda name: years[name]) == "k40"
+    best = {name: max(chip(name).peak_flops.values()) for name in chip_names()}
+    assert 100 < max(best.values()) / best["k40"] < 2000
+    # Half of it is the dtype: float32, the one dtype of all years, rose far less.
+    assert max(chip(name).peak("float32") for name in chip_names()) / best["k40"] < 100
+
+
 def test_links_reach_what_was_measured():
     # Bus bandwidths of large all-reduces in GB/s; the presets state them rounded to three digits.
     for name, measured in (("a100", 234.89), ("h200", 367.2), ("mi300x", 312.9)):
@@ -179,7 +215,7 @@ def test_the_llama_3_cluster_has_its_levels():
     [
         ("h1000", None, "Did you mean h100"),
         ("B2000", None, "b200"),
-        ("zzzzzz", None, "Known: v100"),
+        ("zzzzzz", None, "Known: k40"),
         ("h100-12", None, "h100-8 or h100-16"),
         ("h100-0", None, "h100-1 or h100-8"),
         ("h100-8", 2, 'cluster("h100", nodes=2)'),
