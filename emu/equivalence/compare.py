@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,10 +37,14 @@ def named(result: Any, prefix: str = "") -> dict[str, tuple[Tensor, Layout]]:
     """
     if isinstance(result, Tensor):
         return {prefix or "result": (result.detach(), Layout())}
-    if isinstance(result, bool) or result is None or isinstance(result, str):
+    if result is None:
         return {}
+    if isinstance(result, str) or (isinstance(result, int) and result.bit_length() > 63):
+        digest = hashlib.blake2b(str(result).encode(), digest_size=8).digest()  # it is the same or not
+        return {prefix or "result": (torch.tensor(int.from_bytes(digest, "big", signed=True)), Layout())}
     if isinstance(result, (int, float)):
-        return {prefix or "result": (torch.tensor(result, dtype=torch.float64), Layout())}
+        whole = isinstance(result, int)
+        return {prefix or "result": (torch.tensor(result, dtype=torch.int64 if whole else torch.float64), Layout())}
     if isinstance(result, Grads):
         return {_path(prefix, k): (v.detach(), result.layouts.get(k, Layout())) for k, v in result.items()}
     if isinstance(result, Mapping):
@@ -140,7 +145,7 @@ def scales(tensors: Mapping[str, Tensor]) -> dict[str, float]:
 def _compare(name: str, u: Tensor, v: Tensor, scale: float) -> Difference:
     if _whole(u) and _whole(v):  # doubles hold only some of them
         same = torch.equal(u.long(), v.long())
-        return Difference(name, 0.0 if same else float("inf"), same, "" if same else "whole numbers differ")
+        return Difference(name, 0.0 if same else float("inf"), same, "" if same else "not the same")
     u, v = wide(u), wide(v)
     # Overflows may be alike by chance, so equal ones prove nothing.
     if not bool(u.isfinite().all()) or not bool(v.isfinite().all()):

@@ -11,6 +11,7 @@ from typing import Any
 
 from emu.spmd.errors import EmuError, MeshError
 from emu.spmd.mesh import Mesh
+from emu.spmd.programs import check_program
 from emu.spmd.rank import Rank
 from emu.trace.trace import Trace
 
@@ -80,6 +81,7 @@ def launch_real(
         CollectiveMismatch: ranks called different things.
         whatever the program raises on this rank.
     """
+    check_program(program, args)
     rank = _rank_in(mesh)
     import torch
     import torch.distributed as dist

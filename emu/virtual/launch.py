@@ -15,6 +15,7 @@ import torch
 
 from emu.spmd.errors import EmuError, MeshError
 from emu.spmd.mesh import Mesh
+from emu.spmd.programs import check_program
 from emu.spmd.rank import Rank
 from emu.trace.trace import Trace
 from emu.virtual.clock import Clock
@@ -71,6 +72,7 @@ def run_virtual(
     Raises:
         whatever the first rank to fail raised, with a note that names the rank; all others are ended first.
     """
+    check_program(program, args)
     running = _running(mesh, ranks, meta)
     if meta:
         _prepare_meta()

@@ -75,10 +75,10 @@ def line_of(fault):
         ("not reduced", "sub", (0, 1, 2, 3), "still a part of a sum over 'tp'"),
         ("wrong group", "all_reduce over 'dp'", (0, 1, 2, 3), "still a part of a sum over 'tp'"),
         ("reduced twice", "all_reduce over 'tp'", (0, 1, 2, 3), "2 times what is there"),
-        ("wrong op", "all_reduce over 'dp'", (0, 1, 2, 3), "what it reads is right"),
+        ("wrong op", "all_reduce over 'dp'", (0, 1, 2, 3), "what it reads is in the reference"),
         ("gradient not reduced", "all_gather over 'tp'", (0, 1, 2, 3), "'w' is returned as a part of a sum over 'dp'"),
         ("scaled", "div_", (0, 1, 2, 3), "2 times what is there"),
-        ("noise on a rank", "add_", (2,), "what it reads is right"),
+        ("noise on a rank", "add_", (2,), "what it reads is in the reference"),
     ],
 )
 def test_a_slip_is_found_where_it_stands(fault, op, ranks, words):

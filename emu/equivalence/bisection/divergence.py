@@ -10,10 +10,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from emu.equivalence.bisection.recorder import Made, is_zero
-from emu.equivalence.bisection.standing import TURNS, Standing
+from emu.equivalence.bisection.standing import TURNS, Standing, Standings
 from emu.virtual.lines import is_emus
 
-FILLING = ("zero", "new_zeros")  # ops that make buffers, to be filled later
+FILLING = (
+    "zero",
+    "new_zeros",
+    "fill",
+)  # ops that write zeros: into a buffer that is to be filled later, or over numbers
 COPIES = ("clone", "copy_", "_to_copy", "div", "div_", "mul", "mul_", "neg")
 
 
@@ -108,18 +112,33 @@ def axes_in_words(axes: Sequence[str]) -> str:
 def what_went_in(made: Made, inputs: Sequence[tuple[Made, Standing]]) -> str:
     """What is to be said about the inputs of the first wrong tensor."""
     parts = [(x, standing) for x, standing in inputs if standing.over and standing.over != (TURNS,)]
-    if parts and not (made.members and {m.rank for m, _ in parts} <= set(made.members) and _covers(made, parts)):
+    if (
+        parts
+        and made.op not in COPIES
+        and not (made.members and {m.rank for m, _ in parts} <= set(made.members) and _covers(made, parts))
+    ):
         x, standing = parts[0]
         verb = f"it reads what is still a part of a sum {axes_in_words(standing.over)}"
         return f"{verb}, {made_by(x)}: reduce that sum first, over those ranks"
     empty = [x for x, _ in inputs if x.op.startswith(FILLING) and is_zero(x)]
     if empty and not made.members:
-        return f"it reads zeros, made by {described(empty[0])}; whatever else it reads is right"
+        return f"it reads zeros, made by {described(empty[0])}; whatever else it reads is in the reference"
     lines = list(dict.fromkeys(line for x, _ in inputs if (line := line_before(x, made.line))))[-2:]
     told = f" ({', '.join(lines)})" if lines else ""
-    return f"what it reads is right{told}, what it makes is in no tensor of the reference"
+    return f"what it reads is in the reference{told}, what it makes is in none of its tensors"
 
 
 def _covers(made: Made, parts: Sequence[tuple[Made, Standing]]) -> bool:
     """Whether a communication sums over the axes over which its inputs are parts, as far as its label tells."""
     return all(axis in made.op for _, standing in parts for axis in standing.over if axis != TURNS)
+
+
+def divergence(name: str, made: Made, says: str, standings: Standings) -> Divergence:
+    """The finding, on all ranks on which what is made at this place stands alike."""
+    mine = standings.of(made)[:2]
+    ranks = [peer.rank for peer in standings.peers(made) if standings.of(peer)[:2] == mine]
+    whose = some_ranks(ranks or [made.rank], standings.mesh.size)
+    where = f"in {made.layer}, " if made.layer else ""
+    direction = f"{made.direction}, " if made.direction else ""
+    text = f"{whose}, {direction}{where}{made.op or 'a tensor from outside'} at {made.line or 'no line'}: {says}"
+    return Divergence(name, made.op, made.layer, made.direction, tuple(ranks), made.line, text)

@@ -84,18 +84,21 @@ class Pool:
 
     def covered(self, what: Any, parts: Sequence[Tensor]) -> float:
         """Which share of a tensor's numbers some slices of it have between them, of those that no other is like."""
-        numbers = self._numbers[self._what.index(what)]
-        there: set[int] = set()
-        for part in parts:
-            for look in (part, part.mT) if part.dim() > 1 else (part,):
-                if (places := numbers.places(_flat(look))) is not None:
-                    there.update(places.tolist())
-        return len(there) / max(int(numbers.alone.sum()), 1)
+        return max(_share(numbers, parts) for numbers, known in zip(self._numbers, self._what) if known is what)
 
     def _among(self, flat: Array) -> tuple[Any, Any]:
         """Where numbers like these begin and end among all."""
         near = ALIKE * np.abs(flat)
         return np.searchsorted(self._every, flat - near), np.searchsorted(self._every, flat + near)
+
+
+def _share(numbers: _Numbers, parts: Sequence[Tensor]) -> float:
+    there: set[int] = set()
+    for part in parts:
+        for look in (part, part.mT) if part.dim() > 1 else (part,):
+            if (places := numbers.places(_flat(look))) is not None:
+                there.update(places.tolist())
+    return len(there) / max(int(numbers.alone.sum()), 1)
 
 
 def _flat(tensor: Tensor) -> Array:

@@ -41,7 +41,8 @@ class Standings:
 
     def __init__(self, record: Record, reference: Record, mesh: Mesh) -> None:
         self.record, self.mesh = record, mesh
-        self._pool = Pool((made.value, made) for made in reference.made if made.value is not None)
+        values = [(made.value, made) for made in reference.made if made.value is not None]
+        self._pool = Pool([*values, *_products(reference)])
         self._known: dict[int, Standing] = {}  # by time
         self._sums: dict[tuple[tuple[str, ...], int, tuple[int, ...]], Made | None] = {}  # by kind, turn and ranks
         self._born: dict[int, bool] = {}
@@ -64,7 +65,14 @@ class Standings:
             known = self._known[made.time] = self._look(made)
         return known
 
+    def peers(self, made: Made) -> list[Made]:
+        """What all ranks made at this place, this one too, the same time."""
+        every = (self.record.by_kind.get((rank, made.kind), ()) for rank in range(self.mesh.size))
+        return [same[made.turn] for same in every if len(same) > made.turn]
+
     def _look(self, made: Made) -> Standing:
+        if made.value is not None and not bool(made.value.isfinite().all()):
+            return Standing(None)
         if made.value is None or _size(made) <= NOISE * max(map(_size, made.inputs), default=0.0):
             return Standing(None, says_nothing=True)
         found = self._pool.find(made.value)
@@ -135,13 +143,14 @@ class Standings:
         return self._pool.covered(found, [m.value for m in every if m is not None and m.value is not None])
 
     def in_order(self, made: Made, members: tuple[int, ...]) -> bool:
-        """Whether what these ranks made, one below the other, is in the reference, too."""
+        """Whether what these ranks made, one below or beside the other, is in the reference, too."""
         same = [self.record.by_kind.get((member, made.kind), ()) for member in members]
         values = [its[made.turn].value for its in same if len(its) > made.turn]
-        rows = [v.reshape(-1, v.shape[-1]) for v in values if v is not None and v.dim()]
-        if len(rows) < len(members) or len({row.shape[-1] for row in rows}) > 1:
+        tables = [v.reshape(-1, v.shape[-1]) for v in values if v is not None and v.dim()]
+        if len(tables) < len(members):
             return False
-        return self._pool.find(torch.cat(rows)) is not None
+        along = [dim for dim in (0, 1) if len({table.shape[1 - dim] for table in tables}) == 1]
+        return any(self._pool.find(torch.cat(tables, dim)) is not None for dim in along)
 
     def times(self, made: Made) -> float | None:
         """How many times a tensor of the reference it is, if it is a simple multiple of one."""
@@ -201,6 +210,13 @@ class Standings:
                 continue
             self._born[at.time] = all(self._born.get(x.time, True) for x in at.inputs)
         return self._born[made.time]
+
+
+def _products(reference: Record) -> Iterator[tuple[Tensor, Made]]:
+    """Products to which a bias was added at once: a program that cuts them adds it later."""
+    for made in reference.made:
+        if made.op == "addmm" and made.value is not None and (bias := made.inputs[0].value) is not None:
+            yield made.value - bias, made
 
 
 def total(parts: list[Made]) -> Tensor:

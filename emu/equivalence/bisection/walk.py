@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from heapq import heappop, heappush
 from typing import Any
 
-from torch import Tensor
-
-from emu.equivalence.bisection.divergence import (
-    Divergence,
-    axes_in_words,
-    described,
-    made_by,
-    returned_at,
-    some_ranks,
-    what_went_in,
-)
-from emu.equivalence.bisection.recorder import Made, Overheard, Record, TooLarge, is_zero, naming
-from emu.equivalence.bisection.standing import TURNS, Standings
-from emu.equivalence.compare import named
+from emu.equivalence.bisection.divergence import Divergence, described, divergence, returned_at, what_went_in
+from emu.equivalence.bisection.recorder import Made, Overheard, Record, TooLarge, naming
+from emu.equivalence.bisection.results import Result, elsewhere, emptied, results_of, unfinished
+from emu.equivalence.bisection.standing import Standings
 from emu.spmd import EmuError, Mesh
 
 Runner = Callable[[Any, Mesh, Record, Any], Sequence[Any]]  # program, mesh, record, meeting place -> results by rank
@@ -45,44 +35,25 @@ def bisect(
     except (TooLarge, EmuError, RuntimeError, TypeError, ValueError):
         return None
     standings = Standings(ours, right, mesh)
-    makers = [(name, made) for name in wrong for made in _makers(name, results, ours)]
-    for find in (_crossing, _emptied, _unfinished):
-        if found := find(makers, standings):
-            return found
-    return _elsewhere(makers, standings, answers[0], right, returned_at(program))
+    goals = {name: goal for name in wrong for goal in results_of(name, answers[:1], right)}
+    found = [result for name in goals for result in results_of(name, results, ours)]
+    for find in (_crossing, emptied, unfinished):
+        if divergence := find(found, standings):
+            return divergence
+    return elsewhere(found, goals, standings, returned_at(program))
 
 
-def _makers(name: str, results: Sequence[Any], record: Record) -> list[Made]:
-    """What made a result, on every rank that has it."""
-    found: list[Made] = []
-    for rank, result in enumerate(results):
-        if name in (values := named(result)):
-            found += _made(rank, values[name][0], record)
-    return found
-
-
-def _made(rank: int, value: Tensor, record: Record) -> list[Made]:
-    made = record.makers(rank, value)
-    if not made and value.numel() == 1:  # a number that was read off a tensor
-        number = float(value)
-        alike = (m for m in reversed(record.made) if m.rank == rank and m.value is not None and m.value.numel() == 1)
-        made = [m for m in alike if float(m.value or 0.0) == number][:1]
-    return made
-
-
-def _crossing(makers: Sequence[tuple[str, Made]], standings: Standings) -> Divergence | None:
-    """The op into which something right went and out of which something wrong came.
-
-    Of several it is the first of those that lead to at least half as many of the wrong results as any.
-    """
-    names = list(dict.fromkeys(name for name, _ in makers))
-    leads = _leads([(made, 1 << names.index(name)) for name, made in makers], standings)
-    crossings = [(made, to) for made, to in leads if _crosses(made, standings)]
-    crossings = [(made, to) for made, to in crossings if not standings.recovers(made)] or crossings
+def _crossing(results: Sequence[Result], standings: Standings) -> Divergence | None:
+    """The op into which something right went and out of which something wrong came; of several, the first."""
+    names = list(dict.fromkeys(result.name for result in results))
+    leads = _leads([(made, 1 << names.index(name)) for name, _, parts in results for made in parts], standings)
+    crossings = {made.time: (made, to) for made, to in leads if _crosses(made, standings)}
+    crossings = {t: c for t, c in crossings.items() if not standings.recovers(c[0])} or crossings
+    wrong = {made.time for made, _ in leads}
+    crossings = {t: c for t, c in crossings.items() if not _follows(c[0], wrong, crossings, standings)} or crossings
     if not crossings:
         return None
-    most = max(to.bit_count() for _, to in crossings)
-    made, to = min((c for c in crossings if 2 * c[1].bit_count() >= most), key=lambda c: c[0].time)
+    made, to = crossings[min(crossings)]
     name = next(name for i, name in enumerate(names) if to >> i & 1)
     says = what_went_in(made, [(x, s) for x in made.inputs if (s := standings.of(x)).right])
     times = standings.times(made)
@@ -92,7 +63,7 @@ def _crossing(makers: Sequence[tuple[str, Made]], standings: Standings) -> Diver
         says += f"; of that, all ranks together have only a part since {described(lost)}"
     elif (moved := _misplaces(made, standings)) is not None:
         says += f"; the ranks have the parts of that in another order since {described(moved)}"
-    return _divergence(name, made, says, standings)
+    return divergence(name, made, says, standings)
 
 
 def _leads(starts: Sequence[tuple[Made, int]], standings: Standings) -> list[tuple[Made, int]]:
@@ -126,6 +97,11 @@ def _crosses(made: Made, standings: Standings) -> bool:
     return all(standing.right or standings.born(x) for x, standing in zip(made.inputs, there))
 
 
+def _follows(made: Made, wrong: set[int], crossings: Mapping[int, Any], standings: Standings) -> bool:
+    """Whether what other ranks make at this place is wrong because of what they read: a sum of all is then wrong here, too."""
+    return any(peer.time in wrong and peer.time not in crossings for peer in standings.peers(made))
+
+
 def _loses(made: Made, standings: Standings) -> Made | None:
     """What first left all ranks with a part only of a tensor that is read here; None where they have it all."""
     part, at = None, made
@@ -146,77 +122,3 @@ def _misplaces(made: Made, standings: Standings) -> Made | None:
             return moved
         moved = at = own[0]
     return None
-
-
-def _emptied(makers: Sequence[tuple[str, Made]], standings: Standings) -> Divergence | None:
-    """A result that is zero because zeros were read where numbers should have been by then."""
-    for name, made in makers:
-        before = made
-        while is_zero(made) and (zeros := [x for x in made.inputs if is_zero(x)]):
-            before, made = made, zeros[0]
-        if is_zero(made) and before is not made:
-            says = f"{name!r} is zero, because this reads zeros, made by {described(made)}"
-            return _divergence(name, before, says, standings)
-    return None
-
-
-def _unfinished(makers: Sequence[tuple[str, Made]], standings: Standings) -> Divergence | None:
-    """A result that is still a part of a sum."""
-    for name, made in makers:
-        if over := standings.of(made).over:
-            how = "add all of them up" if over == (TURNS,) else "its reduction is missing, or comes too early"
-            first = made
-            while before := [x for x in first.inputs if x.rank == made.rank and standings.of(x).over == over]:
-                first = before[0]
-            says = f"{name!r} is returned as a part of a sum {axes_in_words(over)}, {made_by(first)}: {how}"
-            return _divergence(name, made, says, standings)
-    return None
-
-
-def _elsewhere(
-    makers: Sequence[tuple[str, Made]], standings: Standings, answer: Any, right: Record, returned: str
-) -> Divergence | None:
-    """A result whose numbers are right ones, but others than asked for; or which was never anything."""
-    for name, made in makers:
-        found = standings.of(made).found
-        goal = next(iter(_makers(name, [answer], right)), None)
-        if found is None or goal is None:
-            continue
-        step = next((m for m in _back_from(goal) if found in m.inputs), None)
-        if step is not None:
-            says = f"{name!r} is returned{returned} as it was before the reference's {described(step)}"
-        elif found is goal:
-            says = f"{name!r} has the right numbers, but is returned{returned} as a part, or in another shape"
-        else:
-            says = f"{name!r} has the numbers of another tensor of the reference, that of {described(found)}"
-        return _divergence(name, made, says, standings)
-    for name, made in makers:
-        if made.value is None:  # whole numbers: they are not looked for
-            continue
-        says = "zeros" if standings.of(made).says_nothing else "numbers that are in no tensor of the reference"
-        return _divergence(name, made, f"{name!r} has {says}", standings)
-    return None
-
-
-def _back_from(made: Made) -> Iterable[Made]:
-    """A tensor, what it was made of, what that was made of, and so on."""
-    seen, queue = {made.time}, [made]
-    for at in queue:
-        yield at
-        for x in at.inputs:
-            if x.time not in seen:
-                seen.add(x.time)
-                queue.append(x)
-
-
-def _divergence(name: str, made: Made, says: str, standings: Standings) -> Divergence:
-    ranks = []
-    for rank in range(standings.mesh.size):
-        same = standings.record.by_kind.get((rank, made.kind), [])
-        if len(same) > made.turn and standings.of(same[made.turn])[:2] == standings.of(made)[:2]:
-            ranks.append(rank)
-    whose = some_ranks(ranks or [made.rank], standings.mesh.size)
-    where = f"in {made.layer}, " if made.layer else ""
-    direction = f"{made.direction}, " if made.direction else ""
-    text = f"{whose}, {direction}{where}{made.op or 'a tensor from outside'} at {made.line or 'no line'}: {says}"
-    return Divergence(name, made.op, made.layer, made.direction, tuple(ranks), made.line, text)
