@@ -1,11 +1,12 @@
 """What exists: chips, links, nodes and clusters, with a source on every number."""
 
 from .chips import Chip
-from .clusters import Cluster, Fabric, Host, Node
+from .clusters import Cluster, Fabric, Host, Node, Storage
 from .errors import HardwareError
 from .links import HostLink, Link, Protocol
 from .presets import chip, chip_names, cluster, cluster_names, smallest_cluster
 from .similar import Workload
+from .summary import Summary
 from .topology import Topology
 from .wires import Wire
 
@@ -19,6 +20,8 @@ __all__ = [
     "Link",
     "Node",
     "Protocol",
+    "Storage",
+    "Summary",
     "Topology",
     "Wire",
     "Workload",

@@ -10,8 +10,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from .chips import Chip
-from .clusters import Fabric, Host, Node
+from .clusters import Fabric, Host, Node, Storage
 from .links import HostLink, Link, Protocol
+from .topology import Topology
+
+_OF_THE_WHOLE_NODE = ("host_bytes", "racks", "power_w")
 
 
 def build_chip(table: Mapping[str, Any]) -> Chip:
@@ -38,12 +41,50 @@ def build_host(table: Mapping[str, Any]) -> Host:
     return Host(**_values(table), source=sources.get("launch_s", ""), sources=sources)
 
 
-def build_node(table: Mapping[str, Any], devices: int) -> Node:
-    """A node of so many devices, from its table and those of its links."""
+def build_node(table: Mapping[str, Any]) -> Node:
+    """A node from its table and those of its links and its shape."""
     own = {key: value for key, value in table.items() if key not in ("scale_up", "host_link")}
     host = table.get("host_link")
     host_link = None if host is None else HostLink(**_values(host), sources=_sources(host))
-    return Node(devices, build_link(table["scale_up"]), table.get("topology", ""), host_link, _sources(own))
+    shape = table.get("shape")
+    return Node(
+        devices_per_node=table["devices_per_node"],
+        scale_up=build_link(table["scale_up"]),
+        topology=table.get("topology", ""),
+        host_link=host_link,
+        shape=None if shape is None else build_shape(shape),
+        **{name: table.get(name) for name in ("ports", *_OF_THE_WHOLE_NODE)},
+        sources=_sources(own),
+    )
+
+
+def build_shape(table: Mapping[str, Any]) -> Topology:
+    """A topology from its table. Raises HardwareError if there is none such."""
+    return Topology(table["kind"], tuple(table["sizes"]), tuple(table.get("lanes", ())))
+
+
+def part_of_node(table: Mapping[str, Any], devices: int) -> dict[str, Any]:
+    """A node's table with so many devices in place of its own: what belongs to the whole node alone falls away.
+
+    A switch and a full mesh stay what they are with fewer devices, each of which keeps its share of the bandwidth; the
+    wires of another shape's part are not known.
+    """
+    part = {**table, "devices_per_node": devices}
+    if devices == table["devices_per_node"]:
+        return part
+    shape = part.pop("shape", None)
+    for name in _OF_THE_WHOLE_NODE:
+        part.pop(name, None)
+    if shape is not None and shape["kind"] in ("switch", "full mesh"):
+        part["shape"] = {"kind": shape["kind"], "sizes": [devices]}
+        part["ports"] = max(table.get("ports", 0), build_shape(shape).ports, build_shape(part["shape"]).ports)
+        part["sources"] = {"ports": "as in the whole node", **part.get("sources", {})}
+    return part
+
+
+def build_storage(table: Mapping[str, Any]) -> Storage:
+    """The storage from its table."""
+    return Storage(**_values(table), sources=_sources(table))
 
 
 def build_fabric(table: Mapping[str, Any]) -> Fabric:
@@ -60,8 +101,11 @@ def numbers(table: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
         if isinstance(value, Mapping):
             found |= numbers(value, f"{prefix}{key}.")
         elif isinstance(value, (list, tuple)):
-            for item in value:
-                found |= numbers(item, f"{prefix}{key}.{item['name']}.")
+            for i, item in enumerate(value):
+                if isinstance(item, Mapping):
+                    found |= numbers(item, f"{prefix}{key}.{item['name']}.")
+                else:
+                    found[f"{prefix}{key}.{i}"] = item
         elif isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
             found[f"{prefix}{key}"] = value
     return found

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .errors import HardwareError
+from .quantities import short
 
 # What runs a dtype that a chip has no rate of its own for: converted on the way in, at the rate of what it becomes.
 _RUNS_AS = {"float8": "bfloat16", "bfloat16": "float32", "float16": "bfloat16", "tf32": "float32"}
@@ -136,15 +137,6 @@ class Chip:
     def __str__(self) -> str:
         dtype = next((d for d in ("bfloat16", "float16") if d in self.peak_flops), next(iter(self.peak_flops)))
         return (
-            f"{self.name}: {_short(self.peak_flops[dtype])}FLOP/s {dtype}, "
-            f"{_short(self.hbm_bytes)}B at {_short(self.hbm_bytes_per_s)}B/s"
+            f"{self.name}: {short(self.peak_flops[dtype], 'FLOP/s')} {dtype}, "
+            f"{short(self.hbm_bytes, 'B')} at {short(self.hbm_bytes_per_s, 'B/s')}"
         )
-
-
-def _short(value: float) -> str:
-    """A number with three digits and its unit prefix: 3.35e12 becomes "3.35 T"."""
-    for prefix in ("", "k", "M", "G", "T"):
-        if abs(value) < 1000:
-            return f"{value:.3g} {prefix}"
-        value /= 1000
-    return f"{value:.3g} P"

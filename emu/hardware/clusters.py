@@ -10,6 +10,10 @@ from typing import Any
 from .chips import Chip
 from .errors import HardwareError
 from .links import HostLink, Link
+from .network import network_of, path_between
+from .summary import Summary, summarise
+from .topology import Topology
+from .wires import Wire
 
 
 @dataclass(frozen=True)
@@ -22,6 +26,11 @@ class Node:
         topology: in words, e.g. "NVSwitch".
         host_link: the link of each device to the host's memory, which carries both directions at once; None where no
             figure is known.
+        shape: the wires between its devices; None where they are not known (a part of a torus, say).
+        ports: lanes that a device's bandwidth is shared among; None for those of the shape. More than the shape's in a
+            node that is a part of a larger one: a device of four in a full mesh of eight still has seven.
+        host_bytes: the host's memory, of the whole node; racks: how many racks it fills; power_w: what it draws with
+            host, fans and its own switches. Each None where no figure is known.
         sources: field name to where its number was read.
     """
 
@@ -29,6 +38,34 @@ class Node:
     scale_up: Link
     topology: str = ""
     host_link: HostLink | None = None
+    shape: Topology | None = None
+    ports: int | None = None
+    host_bytes: float | None = None
+    racks: float | None = None
+    power_w: float | None = None
+    sources: Mapping[str, str] = field(default_factory=dict, hash=False, repr=False)
+
+    @property
+    def lane_bytes_per_s(self) -> float | None:
+        """Bytes/s of one lane of the shape in one direction, by the data sheet; None without a shape."""
+        return self.shape and self.scale_up.bandwidth_bytes_per_s / (self.ports or self.shape.ports)
+
+
+@dataclass(frozen=True)
+class Storage:
+    """Where data and checkpoints lie, shared by the whole cluster.
+
+    Args:
+        name: e.g. "Tectonic".
+        capacity_bytes: what it holds.
+        bytes_per_s: what it sustains, all devices together; peak_bytes_per_s: what it reaches, None if not known.
+        sources: field name to where its number was read.
+    """
+
+    name: str
+    capacity_bytes: float
+    bytes_per_s: float
+    peak_bytes_per_s: float | None = None
     sources: Mapping[str, str] = field(default_factory=dict, hash=False, repr=False)
 
 
@@ -57,12 +94,15 @@ class Fabric:
     Args:
         rack_devices, pod_devices: devices under one rack switch, and under full bisection bandwidth.
         oversubscription: 7 means that all devices of a pod sending out at once get a seventh each.
+        kind: "fat tree", whose rack switches join neighbours; or "rails", where a pod has one switch for each device's
+            place in its node.
         sources: field name to where its number was read.
     """
 
     rack_devices: int
     pod_devices: int
     oversubscription: float
+    kind: str = "fat tree"
     sources: Mapping[str, str] = field(default_factory=dict, hash=False, repr=False)
 
 
@@ -76,6 +116,7 @@ class Cluster:
         scale_out: the link of each device (its NIC) to other nodes.
         host: what a launch costs.
         fabric: levels above the node, None for a flat one.
+        storage: None where no figure is known.
     """
 
     name: str
@@ -85,6 +126,7 @@ class Cluster:
     scale_out: Link
     host: Host
     fabric: Fabric | None = None
+    storage: Storage | None = None
 
     @property
     def n_devices(self) -> int:
@@ -126,6 +168,23 @@ class Cluster:
         return out if nics == 1 else min(out, self.node.scale_up.bytes_per_s)
 
     @property
+    def network(self) -> Topology:
+        """The wires between the devices' NICs: by the fabric, or one switch for all if there is none.
+
+        A pod that is only partly used counts as whole, so the network may join more devices than there are.
+        """
+        return network_of(self)
+
+    def path(self, source: int, target: int) -> tuple[tuple[str, Wire], ...]:
+        """The wires that a message takes between two devices, each with its level, "scale_up" or "scale_out".
+
+        Wires of "scale_up" are between the places of the devices in their node, those of "scale_out" between devices of
+        the network. On rails a message first goes to the device of its own node on the target's rail, as NCCL sends it.
+        Raises HardwareError for a device that does not exist, and in a node whose shape is not known.
+        """
+        return path_between(self, source, target)
+
+    @property
     def sources(self) -> dict[str, str]:
         """Dotted field name, e.g. "node.scale_up.latency_s", to where its number was read."""
         parts: list[tuple[str, Any]] = [
@@ -139,6 +198,8 @@ class Cluster:
             parts.append(("node.host_link", self.node.host_link))
         if self.fabric is not None:
             parts.append(("fabric", self.fabric))
+        if self.storage is not None:
+            parts.append(("storage", self.storage))
         return {f"{prefix}.{name}": source for prefix, part in parts for name, source in part.sources.items()}
 
     def similar(self, model: Any, to: Any, communication: str = "gradients") -> Cluster:
@@ -162,24 +223,9 @@ class Cluster:
 
         return load_cluster(path)
 
-    def summary(self) -> dict[str, Any]:
-        """Totals: devices, FLOP/s by dtype, memory, bandwidth by level (bytes/s, all devices, one direction), power."""
-        n = self.n_devices
-        return {
-            "name": self.name,
-            "chip": self.chip.name,
-            "n_devices": n,
-            "nodes": self.nodes,
-            "devices_per_node": self.node.devices_per_node,
-            "peak_flops": {dtype: rate * n for dtype, rate in self.chip.peak_flops.items()},
-            "hbm_bytes": self.chip.hbm_bytes * n,
-            "bandwidth_bytes_per_s": {
-                "hbm": self.chip.hbm_bytes_per_s * n,
-                "scale_up": self.node.scale_up.bandwidth_bytes_per_s * n,
-                "scale_out": self.scale_out.bandwidth_bytes_per_s * n if self.nodes > 1 else 0.0,
-            },
-            "power_w": None if self.chip.tdp_w is None else self.chip.tdp_w * n,
-        }
+    def summary(self) -> Summary:
+        """The data centre as one computer: its totals, which print themselves as a table."""
+        return summarise(self)
 
     def __str__(self) -> str:
         plural = "s" if self.nodes != 1 else ""

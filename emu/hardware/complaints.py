@@ -11,6 +11,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
+from .build import build_shape
 from .errors import HardwareError
 from .schema import ClusterTable
 
@@ -26,6 +27,9 @@ _KINDS = (
     ("_s", "seconds, e.g. 3.4e-6"),
     ("_w", "watts"),
     ("year", "a year, e.g. 2022"),
+    ("ports", "a whole number from 1"),
+    ("racks", "a number of racks, e.g. 0.5"),
+    ("kind", "text in quotes"),
     ("nodes", "a whole number from 1"),
     ("devices", "a whole number from 1"),
     ("_count", "a whole number from 1"),
@@ -169,7 +173,55 @@ def _levels(table: ClusterTable, file: File) -> None:
             raise file.error(field, message, "Each level holds a whole number of the level below.", large)
 
 
-CONTRADICTIONS = (_rates, _memory, _count, _switches, _host_link, _levels)
+def _shape(table: ClusterTable, file: File) -> None:
+    node = table.node
+    if node.shape is None:
+        return
+    try:
+        shape = build_shape(node.shape.model_dump())
+    except HardwareError as e:
+        value = list(e.value) if isinstance(e.value, tuple) else e.value
+        raise file.error(f"node.shape.{e.field}", f"node.shape.{e.field}: {e.message}", e.hint, value) from None
+    if shape.n_devices != node.devices_per_node:
+        message = f"node.shape.sizes = {node.shape.sizes}: {shape} joins {shape.n_devices} devices"
+        message += f", but node.devices_per_node = {node.devices_per_node}."
+        raise file.error("node.shape.sizes", message, "Correct one of them.", node.shape.sizes)
+    if node.ports is not None and node.ports < shape.ports:
+        message = f"node.ports = {node.ports}, but a device of {shape} has {shape.ports} lanes."
+        raise file.error("node.ports", message, "Give as many at least, or take node.ports away.", node.ports)
+
+
+def _racks(table: ClusterTable, file: File) -> None:
+    node, fabric = table.node, table.fabric
+    if node.racks is not None and fabric is not None and fabric.kind == "fat tree":
+        racks = node.devices_per_node / fabric.rack_devices
+        if not math.isclose(node.racks, racks):
+            message = (
+                f"node.racks = {node.racks:g}, but fabric.rack_devices = {fabric.rack_devices} make {racks:g} a node."
+            )
+            raise file.error("node.racks", message, "Correct one of them, or take node.racks away.", node.racks)
+
+
+def _power(table: ClusterTable, file: File) -> None:
+    node, tdp_w = table.node, table.chip.tdp_w
+    if node.power_w is not None and tdp_w is not None and node.power_w < tdp_w * node.devices_per_node:
+        message = (
+            f"node.power_w = {node.power_w:g} is less than its {node.devices_per_node} devices of {tdp_w:g} W draw."
+        )
+        raise file.error("node.power_w", message, "It is of the whole node: correct it or chip.tdp_w.", node.power_w)
+
+
+def _storage(table: ClusterTable, file: File) -> None:
+    storage = table.storage
+    if storage is not None and (storage.peak_bytes_per_s or math.inf) < storage.bytes_per_s:
+        field = "storage.peak_bytes_per_s"
+        message = f"{field} = {storage.peak_bytes_per_s:g} is below storage.bytes_per_s = {storage.bytes_per_s:g}."
+        raise file.error(
+            field, message, "Correct one of them: what it sustains it also reaches.", storage.peak_bytes_per_s
+        )
+
+
+CONTRADICTIONS = (_rates, _memory, _count, _switches, _host_link, _levels, _shape, _racks, _power, _storage)
 
 
 def _missing_hint(field: str) -> str:
@@ -181,6 +233,8 @@ def _missing_hint(field: str) -> str:
 
 def _kind(field: str) -> str:
     name = field.rsplit(".", 1)[-1]
+    if ".sizes." in field or ".lanes." in field:
+        return "whole numbers from 1, e.g. [4, 4]"
     if "_flops." in field:
         return "dense FLOP/s, e.g. 989e12"
     return next((kind for ending, kind in _KINDS if name.endswith(ending)), "a table with its fields")

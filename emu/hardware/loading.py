@@ -28,6 +28,10 @@
     achievable_fraction = 0.84
     latency_s = 6e-6                     # of a copy; optional: name, calibrated_bytes_per_s
 
+    [node.shape]                         # optional, as are node.ports, host_bytes, racks and power_w
+    kind = "torus"                       # one of emu.hardware.topology
+    sizes = [4, 2]                       # optional: lanes = [1, 2]
+
     [host]
     launch_s = 7e-6                      # optional: compiled_launch_s, graph_launch_s
 
@@ -35,6 +39,11 @@
     rack_devices = 16
     pod_devices = 3072
     oversubscription = 7
+    kind = "fat tree"                    # optional, or "rails"
+
+    [storage]                            # optional
+    capacity_bytes = 240e15
+    bytes_per_s = 2e12                   # optional: name, peak_bytes_per_s
 
 What a table does not say comes from the preset chip and its nodes. A chip of one's own (a table without `like`) has no
 preset: the file must then describe node, both links and host itself.
@@ -49,14 +58,23 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from .build import build_chip, build_fabric, build_host, build_link, build_node, numbers
+from .build import (
+    build_chip,
+    build_fabric,
+    build_host,
+    build_link,
+    build_node,
+    build_storage,
+    numbers,
+    part_of_node,
+)
 from .clusters import Cluster
 from .complaints import CONTRADICTIONS, File, explain
 from .errors import HardwareError
 from .presets import parse_toml, preset_parts, preset_tables, short_name
 from .schema import ClusterTable
 
-_TABLES = ("chip", "node", "scale_up", "host_link", "scale_out", "host", "fabric")
+_TABLES = ("chip", "node", "scale_up", "host_link", "scale_out", "host", "fabric", "storage")
 
 
 def load_cluster(path: str | PathLike[str]) -> Cluster:
@@ -64,7 +82,7 @@ def load_cluster(path: str | PathLike[str]) -> Cluster:
     file = _read(fspath(path))
     given = _parse(file)
     given.setdefault("name", Path(file.path).stem)
-    base = _base(given, file)
+    base = _resized(_base(given, file), given.get("node"))
     merged = _merge(base, given)
     try:
         table = ClusterTable.model_validate(merged)
@@ -125,6 +143,14 @@ def _base(given: dict[str, Any], file: File) -> dict[str, Any]:
     return {"chip": preset_tables("chips")[short], **preset_parts(short)}
 
 
+def _resized(base: dict[str, Any], node: Any) -> dict[str, Any]:
+    """The preset tables with what belongs to the preset's whole node left out, if the file says another size."""
+    devices = node.get("devices_per_node") if isinstance(node, Mapping) else None
+    if "node" not in base or not isinstance(devices, int) or isinstance(devices, bool) or devices < 1:
+        return base  # nothing to resize, or for the checks to complain of
+    return {**base, "node": part_of_node(base["node"], devices)}
+
+
 def _merge(base: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """`given` over `base`, table by table."""
     merged = dict(base)
@@ -136,7 +162,8 @@ def _merge(base: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
         merged.pop("vector_flops", None)
     for key, value in given.items():
         both = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
-        merged[key] = _merge(merged[key], value) if both and key != "sources" else value
+        whole = key in ("sources", "shape")  # sizes of one's own do not go with a preset's kind
+        merged[key] = _merge(merged[key], value) if both and not whole else value
     return merged
 
 
@@ -173,13 +200,13 @@ def _text_size(given: Mapping[str, Any], name: str) -> bool:
 
 
 def _build(table: dict[str, Any]) -> Cluster:
-    node = table["node"]
     return Cluster(
         name=table["name"],
         chip=build_chip(table["chip"]),
-        node=build_node(node, node["devices_per_node"]),
+        node=build_node(table["node"]),
         nodes=table["nodes"],
         scale_out=build_link(table["scale_out"]),
         host=build_host(table["host"]),
         fabric=build_fabric(table["fabric"]) if "fabric" in table else None,
+        storage=build_storage(table["storage"]) if "storage" in table else None,
     )

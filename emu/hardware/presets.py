@@ -9,7 +9,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from .build import build_chip, build_fabric, build_host, build_link, build_node
+from .build import build_chip, build_fabric, build_host, build_link, build_node, build_storage, part_of_node
 from .chips import Chip
 from .clusters import Cluster, Fabric
 from .errors import HardwareError
@@ -53,7 +53,8 @@ def cluster(name: str, nodes: int | None = None) -> Cluster:
 
     Args:
         name: a chip's short name, "h100"; or with a number of devices, "h100-8", that is fewer than a node's or fills
-            whole nodes; or a cluster described as a whole, "h100-16384", which is the one that trained Llama 3.
+            whole nodes; or a cluster described as a whole, "h100-16384", which is the one that trained Llama 3, or
+            "dgx-1"; see cluster_names().
         nodes: how many nodes, one if neither the name nor this says.
 
     Raises HardwareError with near matches for an unknown name, or with the nearest possible numbers of devices.
@@ -68,9 +69,9 @@ def cluster(name: str, nodes: int | None = None) -> Cluster:
 @cache
 def _cluster(name: str, nodes: int | None) -> Cluster:
     described = preset_tables("clusters").get(name.lower())
-    if described is not None and nodes is None:
-        fabric = build_fabric(described["fabric"])
-        return assemble(name.lower(), described["chip"], described["nodes"], fabric=fabric)
+    if described is not None and (nodes is None or "nodes" not in described):
+        n = nodes or described.get("nodes", 1)
+        return _described(name.lower() + (f" x {n}" if nodes and n > 1 else ""), described, n)
     try:
         short, count = short_name(name), None
     except HardwareError:
@@ -116,15 +117,38 @@ def smallest_cluster(n_devices: int, chip: str = "h100") -> Cluster:
 def assemble(name: str, short: str, nodes: int, devices: int | None = None, fabric: Fabric | None = None) -> Cluster:
     """A cluster of preset nodes of the chip with this short name; `devices` makes its nodes smaller."""
     tables = preset_parts(short)
-    node = tables["node"]
     return Cluster(
         name=name,
         chip=chip(short),
-        node=build_node(node, devices or node["devices_per_node"]),
+        node=build_node(part_of_node(tables["node"], devices or tables["node"]["devices_per_node"])),
         nodes=nodes,
         scale_out=build_link(tables["scale_out"]),
         host=build_host(tables["host"]),
         fabric=fabric,
+    )
+
+
+def described_parts(name: str) -> dict[str, Any]:
+    """Tables of what surrounds the chip of a cluster described as a whole: as preset_parts, with what it says itself."""
+    described = preset_tables("clusters")[name]
+    parts = preset_parts(described["chip"])
+    own = described.get("node", {})
+    node = _overlay(part_of_node(parts["node"], own.get("devices_per_node", parts["node"]["devices_per_node"])), own)
+    parts = {**parts, "node": node, "scale_out": _overlay(parts["scale_out"], described.get("scale_out", {}))}
+    return parts | {key: described[key] for key in ("fabric", "storage") if key in described}
+
+
+def _described(name: str, described: dict[str, Any], nodes: int) -> Cluster:
+    parts = described_parts(name.split(" ")[0])
+    return Cluster(
+        name=name,
+        chip=chip(described["chip"]),
+        node=build_node(parts["node"]),
+        nodes=nodes,
+        scale_out=build_link(parts["scale_out"]),
+        host=build_host(parts["host"]),
+        fabric=build_fabric(parts["fabric"]) if "fabric" in parts else None,
+        storage=build_storage(parts["storage"]) if "storage" in parts else None,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
@@ -113,11 +113,23 @@ class HostLinkTable(_Table):
     calibrated_bytes_per_s: Positive | None = None
 
 
+class ShapeTable(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    kind: str
+    sizes: list[Count]
+    lanes: list[Count] = []
+
+
 class NodeTable(_Table):
     devices_per_node: Count
     topology: str = ""
     scale_up: LinkTable
     host_link: HostLinkTable | None = None
+    shape: ShapeTable | None = None
+    ports: Count | None = None
+    host_bytes: Bytes | None = None
+    racks: Positive | None = None
+    power_w: Positive | None = None
 
 
 class HostTable(_Table):
@@ -138,6 +150,14 @@ class FabricTable(_Table):
     rack_devices: Count
     pod_devices: Count
     oversubscription: Annotated[float, BeforeValidator(_no_bool), Field(ge=1, allow_inf_nan=False)]
+    kind: Literal["fat tree", "rails"] = "fat tree"
+
+
+class StorageTable(_Table):
+    name: str = "storage"
+    capacity_bytes: Bytes
+    bytes_per_s: Positive
+    peak_bytes_per_s: Positive | None = None
 
 
 class ClusterTable(_Table):
@@ -149,3 +169,4 @@ class ClusterTable(_Table):
     scale_out: LinkTable
     host: HostTable
     fabric: FabricTable | None = None
+    storage: StorageTable | None = None

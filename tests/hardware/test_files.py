@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from emu.hardware import Cluster, HardwareError, cluster
+from emu.hardware import Cluster, HardwareError, Topology, cluster
 
 OWN = """\
 name = "mine"
@@ -116,6 +116,29 @@ def test_latencies_of_ones_own_replace_the_protocols_of_a_preset(tmp_path):
     assert c.node.scale_up.protocols != ()
 
 
+def test_a_file_may_say_its_shape_and_storage(tmp_path):
+    shape = '[node.shape]\nkind = "torus"\nsizes = [2, 2]\nlanes = [1, 2]\n'
+    storage = '[storage]\ncapacity_bytes = "1TB"\nbytes_per_s = 1e9\n'
+    c = Cluster.from_toml(written(tmp_path, OWN + shape + storage))
+    assert c.node.shape == Topology("torus", (2, 2), lanes=(1, 2))
+    assert c.node.lane_bytes_per_s == 1e10 / 3
+    assert c.storage is not None and c.storage.capacity_bytes == 1e12
+    for field in ("node.shape.sizes.0", "node.shape.lanes.1", "storage.bytes_per_s"):
+        assert "cluster.toml" in c.sources[field]
+
+
+def test_a_preset_with_fewer_devices_keeps_its_kind_where_that_has_a_part(tmp_path):
+    def part(chip, more=""):
+        return Cluster.from_toml(written(tmp_path, f'chip = "{chip}"\n[node]\ndevices_per_node = 4\n{more}')).node
+
+    assert part("h100").shape == Topology("switch", (4,)) and part("h100").power_w is None
+    assert part("mi300x").shape == Topology("full mesh", (4,))
+    assert part("mi300x").lane_bytes_per_s == 64e9  # as between any two of the eight
+    assert part("mi300x").lane_bytes_per_s == cluster("mi300x-4").node.lane_bytes_per_s
+    assert part("tpu-v5p").shape is None
+    assert part("tpu-v5p", 'shape = { kind = "grid", sizes = [2, 2] }').shape == Topology("grid", (2, 2))
+
+
 def change(old, new):
     assert OWN.count(old) == 1, old
     return OWN.replace(old, new)
@@ -172,6 +195,43 @@ WRONG = {
     ),
     "a host link that sums": (
         OWN + HOST_LINK + "in_switch_fraction = 1.0\n", 33, "node.host_link.in_switch_fraction", "not a field"
+    ),
+    "an unknown kind of topology": (
+        OWN + '[node.shape]\nkind = "ring"\nsizes = [4]\n', 29, "node.shape.kind", "hypercube"
+    ),
+    "a shape of other devices": (
+        OWN + '[node.shape]\nkind = "torus"\nsizes = [2, 3]\n', 30, "node.shape.sizes", "joins 6 devices"
+    ),
+    "a shape without sizes": (OWN + '[node.shape]\nkind = "torus"\n', 28, "node.shape.sizes", "is missing"),
+    "a negative size": (
+        OWN + '[node.shape]\nkind = "torus"\nsizes = [-2, 2]\n', 30, "node.shape.sizes.0", "whole numbers from 1"
+    ),
+    "lanes of another number of axes": (
+        OWN + '[node.shape]\nkind = "torus"\nsizes = [2, 2]\nlanes = [2]\n', 31, "node.shape.lanes", "each axis"
+    ),
+    "fewer ports than lanes": (
+        change("per_node = 4", "per_node = 4\nports = 2") + '[node.shape]\nkind = "full mesh"\nsizes = [4]\n',
+        14, "node.ports", "has 3 lanes"
+    ),
+    "less power than its devices draw": (
+        change("kernel_s = 1e-6", "kernel_s = 1e-6\ntdp_w = 100").replace("per_node = 4", "per_node = 4\npower_w = 399"),
+        15, "node.power_w", "4 devices of 100 W"
+    ),
+    "no racks at all": (change("per_node = 4", "per_node = 4\nracks = 0"), 14, "node.racks", "a number of racks"),
+    "racks that do not add up": (
+        change("per_node = 4", "per_node = 4\nracks = 1") + "[fabric]\nrack_devices = 8\npod_devices = 8\noversubscription = 1\n",
+        14, "node.racks", "0.5 a node"
+    ),
+    "an unknown kind of fabric": (
+        OWN + '[fabric]\nkind = "mesh"\nrack_devices = 8\npod_devices = 8\noversubscription = 1\n', 29, "fabric.kind", "rails"
+    ),
+    "a storage without a rate": (OWN + "[storage]\ncapacity_bytes = 1e15\n", 28, "storage.bytes_per_s", "is missing"),
+    "a negative storage": (
+        OWN + "[storage]\ncapacity_bytes = -1e15\nbytes_per_s = 1e9\n", 29, "storage.capacity_bytes", "bytes, e.g."
+    ),
+    "a storage that peaks below what it sustains": (
+        OWN + "[storage]\ncapacity_bytes = 1e15\nbytes_per_s = 2e12\npeak_bytes_per_s = 1e12\n",
+        31, "storage.peak_bytes_per_s", "below"
     ),
     "an unknown preset": ('chip = "h1000"\n', 1, "chip", "Did you mean h100"),
     "an unknown preset to be like": ('[chip]\nlike = "b20"\n', 2, "chip.like", "b200"),

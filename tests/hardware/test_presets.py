@@ -14,8 +14,17 @@ from hypothesis import strategies as st
 
 from emu.hardware import Cluster, HardwareError, chip, chip_names, cluster, cluster_names, smallest_cluster
 from emu.hardware.build import numbers
-from emu.hardware.presets import preset_parts, preset_tables
-from emu.hardware.schema import ChipTable, FabricTable, HostTable, LinkTable, NodeTable
+from emu.hardware.complaints import CONTRADICTIONS, File
+from emu.hardware.presets import described_parts, preset_parts, preset_tables
+from emu.hardware.schema import (
+    ChipTable,
+    ClusterTable,
+    FabricTable,
+    HostTable,
+    LinkTable,
+    NodeTable,
+    StorageTable,
+)
 
 # Collected for emu from data sheets and measurements; each row names its sources and what could not be verified.
 ROWS = list(csv.DictReader((Path(__file__).parent.parent / "data" / "hardware.csv").open(encoding="utf-8")))
@@ -109,8 +118,16 @@ def test_every_number_of_every_preset_has_a_source():
         for field, value in numbers(parts).items():
             assert len(sources.get(field, "")) > 10, f"{name}: {field} = {value} has no source"
     for name in cluster_names():
-        fabric = numbers(preset_tables("clusters")[name]["fabric"], "fabric.")
-        assert fabric and all(cluster(name).sources[field] for field in fabric)
+        described, sources = preset_tables("clusters")[name], cluster(name).sources
+        for field, value in numbers(described_parts(name)).items():
+            assert len(sources.get(field, "")) > 10, f"{name}: {field} = {value} has no source"
+        assert ("nodes" in described) == ("nodes" in described.get("sources", {}))
+        # The numbers that it says itself have their own source, not the one of the number that they replace.
+        for part in ("node", "scale_out"):
+            own = described.get(part, {})
+            for field in numbers(own):
+                said = own["sources"]
+                assert sources[f"{part}.{field}"] == said.get(field, said.get(field.split(".")[0]))
 
 
 def test_no_number_of_a_preset_is_left_out_of_the_tables():
@@ -136,7 +153,23 @@ def test_every_preset_passes_the_checks_of_a_users_file():
         LinkTable.model_validate(parts["scale_out"])
         HostTable.model_validate(parts["host"])
     for name in cluster_names():
-        FabricTable.model_validate(preset_tables("clusters")[name]["fabric"])
+        parts = described_parts(name)
+        NodeTable.model_validate(parts["node"])
+        LinkTable.model_validate(parts["scale_out"])
+        for part, model in (("fabric", FabricTable), ("storage", StorageTable)):
+            if part in parts:
+                model.model_validate(parts[part])
+
+
+@pytest.mark.parametrize("name", [*chip_names(), *cluster_names()])
+def test_no_preset_contradicts_itself(name):
+    # As a user's file would be refused for it.
+    described = preset_tables("clusters").get(name)
+    short = described["chip"] if described else name
+    parts = described_parts(name) if described else preset_parts(short)
+    table = ClusterTable.model_validate({"name": name, "chip": preset_tables("chips")[short], **parts})
+    for contradiction in CONTRADICTIONS:
+        contradiction(table, File("presets", ""))
 
 
 def test_no_rate_is_above_its_peak():
@@ -260,16 +293,6 @@ def test_devices_share_a_link_by_where_they_are(data):
 def test_a_device_that_does_not_exist_is_refused(device):
     with pytest.raises(HardwareError, match=f"no device {device}"):
         cluster("h100-8").link([0, device])
-
-
-def test_a_summary_is_totals():
-    s = cluster("h100", nodes=2).summary()
-    assert s["n_devices"] == 16
-    assert s["peak_flops"]["bfloat16"] == 16 * 989e12
-    assert s["hbm_bytes"] == 16 * 80e9
-    assert s["power_w"] == 16 * 700
-    assert s["bandwidth_bytes_per_s"]["scale_out"] == 16 * 50e9
-    assert cluster("h100-8").summary()["bandwidth_bytes_per_s"]["scale_out"] == 0
 
 
 def test_chips_and_clusters_print_themselves_shortly():
