@@ -5,7 +5,9 @@ from emu.view.attended_work import attended_work_figure
 from emu.view.attention_traffic import attention_traffic_figure
 from emu.view.batch_size import batch_size_figure
 from emu.view.checkpointing import checkpointing_growth_figure, frontier_figure
+from emu.view.computer import summaries_table, summary_html, summary_tables
 from emu.view.context import ring_figure
+from emu.view.decade import flops_decade_figure
 from emu.view.losses import loss_figure
 from emu.view.memory import memory_figure
 from emu.view.memory_bars import memory_bars_figure
@@ -32,6 +34,7 @@ __all__ = [
     "batch_size_figure",
     "checkpointing_growth_figure",
     "comparison_table",
+    "flops_decade_figure",
     "frontier_figure",
     "loss_figure",
     "memory_bars_figure",
@@ -47,6 +50,9 @@ __all__ = [
     "run_schedule_figure",
     "schedule_figure",
     "side_by_side",
+    "summaries_table",
+    "summary_html",
+    "summary_tables",
     "timeline_figure",
     "waiting_figure",
     "write_report",

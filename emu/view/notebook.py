@@ -1,4 +1,4 @@
-"""How runs, timelines, memory, meshes, schedules and deadlocks show themselves in a notebook.
+"""How runs, timelines, memory, meshes, schedules, deadlocks and summaries of clusters show themselves in a notebook.
 
 Those classes lie below the view and may not know it: it gives them their representations from here. Nothing is
 imported for it until a notebook asks for a picture.
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def attach(run_class: type | None = None) -> None:
-    """Gives Timeline, Memory, Mesh, Schedule, Timed and Deadlock, and a Run class if one is passed, their representations.
+    """Gives Timeline, Memory, Mesh, Schedule, Timed, Deadlock, Summary and a Run class if one is passed, their representations.
 
     Calling it again changes nothing.
 
@@ -19,6 +19,7 @@ def attach(run_class: type | None = None) -> None:
         run_class: a class with mesh, cluster, trace, memory, metrics and timeline().
     """
     from emu.cost import Timeline
+    from emu.hardware import Summary
     from emu.parallel.pipeline import Schedule, Timed
     from emu.spmd import Deadlock, Mesh
     from emu.trace.memory import Memory
@@ -28,6 +29,7 @@ def attach(run_class: type | None = None) -> None:
     Mesh._repr_html_ = _mesh_html  # type: ignore[attr-defined]
     Schedule._repr_png_ = Timed._repr_png_ = _schedule_png  # type: ignore[attr-defined]
     Deadlock._repr_html_ = _deadlock_html  # type: ignore[attr-defined]
+    Summary._repr_html_ = _summary_html  # type: ignore[attr-defined]
     if run_class is not None:
         run_class._repr_html_ = _run_html
 
@@ -65,6 +67,12 @@ def _mesh_html(mesh: Any) -> str:
     from emu.view.mesh import mesh_html
 
     return mesh_html(mesh)
+
+
+def _summary_html(summary: Any) -> str:
+    from emu.view.computer import summary_html
+
+    return summary_html(summary)
 
 
 def _deadlock_html(error: Any) -> str | None:
