@@ -48,7 +48,7 @@ def _crossing(results: Sequence[Result], standings: Standings) -> Divergence | N
     names = list(dict.fromkeys(result.name for result in results))
     leads = _leads([(made, 1 << names.index(name)) for name, _, parts in results for made in parts], standings)
     crossings = {made.time: (made, to) for made, to in leads if _crosses(made, standings)}
-    crossings = {t: c for t, c in crossings.items() if not standings.recovers(c[0])} or crossings
+    crossings = {t: c for t, c in crossings.items() if not _is_a_step(c[0], standings)} or crossings
     wrong = {made.time for made, _ in leads}
     crossings = {t: c for t, c in crossings.items() if not _follows(c[0], wrong, crossings, standings)} or crossings
     if not crossings:
@@ -95,6 +95,11 @@ def _crosses(made: Made, standings: Standings) -> bool:
     if not any(standing.found is not None for standing in there):
         return False
     return all(standing.right or standings.born(x) for x, standing in zip(made.inputs, there))
+
+
+def _is_a_step(made: Made, standings: Standings) -> bool:
+    """Whether on this rank, or on another at this place, something right is made of what nobody has."""
+    return any(standings.recovers(x) for x in standings.peers(made) if standings.of(x).found is None)
 
 
 def _follows(made: Made, wrong: set[int], crossings: Mapping[int, Any], standings: Standings) -> bool:
