@@ -148,6 +148,7 @@ def test_totals_grow_with_the_nodes(name, nodes, times):
             for field in ("memory_bytes", "bytes_per_s", "bisection_bytes_per_s"):
                 before, after = getattr(level, field), getattr(more.level(level.name), field)
                 assert before is after is None or after == pytest.approx(times * before, rel=1e-12)
+    assert cluster("gb200", nodes=nodes * times).summary().racks == nodes * times  # one rack a node
     assert more.peak_flops == {d: pytest.approx(times * rate, rel=1e-12) for d, rate in one.peak_flops.items()}
 
 

@@ -130,6 +130,14 @@ def test_times_cores_and_host_are_left_alone_and_caps_scale_with_bandwidth():
         )
 
 
+def test_the_vector_unit_scales_as_the_matrix_unit_does():
+    there = cluster("h100").chip
+    small = there.similar(TOY, to=REAL)
+    k = small.peak("bfloat16") / there.peak("bfloat16")
+    assert small.vector_flops == {d: pytest.approx(rate * k, rel=ROUNDING) for d, rate in there.vector_flops.items()}
+    assert set(small.flops_by_unit()["matrix"]) == set(there.flops_by_unit()["matrix"])
+
+
 def test_the_host_link_scales_with_activations_whatever_the_links_between_devices_carry():
     there = cluster("h100")
     k = TOY.tokens * TOY.width / (REAL.tokens * REAL.width)
