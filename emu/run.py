@@ -17,6 +17,7 @@ from emu.hardware import Cluster, cluster
 from emu.real.launch import launch_real, under_torchrun
 from emu.runfiles import NO_MEMORY, read, write
 from emu.spmd import EmuError, Mesh, Precision
+from emu.spmd.programs import check_kinds
 from emu.trace.events import Collective, Kernel, Use
 from emu.trace.memory import Memory
 from emu.trace.trace import Trace
@@ -56,10 +57,7 @@ def launch(
         EmuError: a wrong argument; MeshError: more ranks than devices or processes; VirtualOutOfMemory, Deadlock,
         CollectiveMismatch, BufferInFlight, CrossRankAccess: what the program did wrong; or whatever it raises itself.
     """
-    if not callable(program):
-        raise EmuError(f"the program is a {type(program).__name__}", "pass a function program(rank)")
-    if not isinstance(mesh, Mesh):
-        raise EmuError(f"the mesh is a {type(mesh).__name__}", "pass a mesh: emu.Mesh(dp=8)")
+    check_kinds(program, mesh)
     if backend not in BACKENDS:
         raise EmuError(f"there is no backend {backend!r}", f"use one of {', '.join(BACKENDS)}")
     if launch_mode not in LAUNCH_MODES:

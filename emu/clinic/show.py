@@ -15,9 +15,9 @@ def listed(cases: Sequence[Case]) -> RenderableType:
     """A table of all cases."""
     from emu.view.tables import Table
 
-    rows = [(str(case.number), case.kind, case.title) for case in cases]
-    note = "emu clinic 27 runs one of them, emu clinic --all runs them all"
-    return Table(("", "fault in", "what is wrong"), rows, "The debugging clinic", note, left=(1, 2)).rich()
+    rows = [(str(case.number), case.slug, case.kind, case.title) for case in cases]
+    note = "emu clinic 27 or emu clinic both-send-first runs one of them, emu clinic --all runs them all"
+    return Table(("", "name", "fault in", "what is wrong"), rows, "The debugging clinic", note, left=(1, 2, 3)).rich()
 
 
 def shown(case: Case, outcome: Outcome) -> RenderableType:

@@ -31,6 +31,7 @@ from emu.equivalence.scoring import score, wanted
 from emu.equivalence.state import keeping
 from emu.equivalence.verdict import Verdict
 from emu.spmd import BufferInFlight, CrossRankAccess, EmuError, FreedMemory, Mesh
+from emu.spmd.programs import check_kinds
 from emu.virtual.launch import Program, run_virtual
 from emu.virtual.rendezvous import Rendezvous
 
@@ -57,10 +58,12 @@ def check(
         mutants: "none", "sampled", "all", or how many.
 
     Raises:
-        EmuError: an unknown tier, a reference that is none, or results that cannot be compared; whatever either raises.
+        EmuError: an unknown tier, no program, no Mesh, a reference that is none, or results that cannot be compared;
+            whatever either raises.
         BufferInFlight, CrossRankAccess, FreedMemory: the program has a race, its ranks share memory, or it uses memory
             that it freed, whatever its results are.
     """
+    check_kinds(program, mesh)
     if tier not in TIERS:
         raise EmuError(f"there is no tier {tier!r}", f"use one of {', '.join(TIERS)}")
     if not callable(reference):

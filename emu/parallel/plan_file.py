@@ -5,7 +5,8 @@
     zero = 1
     sp = true
 
-A field that is not said has its default. Nothing in a file is evaluated, and other tables in it are for others to read.
+A field that is not said has its default. Nothing in a file is evaluated, and other tables in it are for others to read;
+one that is called almost as [plan] is a slip.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class PlanFile:
         """
         name = fspath(path)
         try:
-            text = Path(name).read_text(encoding="utf-8")
+            text = Path(name).read_text(encoding="utf-8-sig")  # some editors begin a file with a mark of its encoding
         except FileNotFoundError:
             raise _wrong(
                 name, None, "there is no such file", "check the path; it is relative to where you are"
@@ -70,7 +71,7 @@ class PlanFile:
             line = int(found[1]) if found else len(text.splitlines()) or None
             how = 'a line is name = value, or [plan]; text stands in "quotes"'
             raise _wrong(name, line, f"no valid TOML: {error}", how) from None
-        table = everything.get(TABLE, everything)
+        table = everything[TABLE] if TABLE in everything else _without_others(everything, known)
         file = cls(name, text, table if isinstance(table, dict) else {}, TABLE in everything)
         if not isinstance(table, dict):
             raise file.error(
@@ -114,6 +115,18 @@ class PlanFile:
             {name: value for name, value in vars(of).items() if name not in ("message", "hint", "field")} if of else {}
         )
         return _wrong(self.path, _line_of(self.text, path), message, hint, field, **more)
+
+
+def _without_others(everything: Mapping[str, Any], known: tuple[str, ...]) -> dict[str, Any]:
+    """What stands at the top of a file and may be a plan's: all but tables for others, where it says a field at all."""
+    if not any(key in known for key in everything):
+        return dict(everything)
+    slips = difflib.get_close_matches(TABLE, everything, 3, 0.7)
+    return {key: value for key, value in everything.items() if key in known or key in slips or not _is_table(value)}
+
+
+def _is_table(value: Any) -> bool:
+    return isinstance(value, dict) or (isinstance(value, list) and value != [] and all(map(_is_table, value)))
 
 
 def written(plan: Plan) -> str:

@@ -1,4 +1,4 @@
-"""A program: a function of a rank."""
+"""A program: a function of a rank, and the mesh that it is run on."""
 
 from __future__ import annotations
 
@@ -7,6 +7,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from emu.spmd.errors import EmuError
+from emu.spmd.mesh import Mesh
+
+
+def check_kinds(program: object, mesh: object) -> None:
+    """Raises an EmuError for a program that is no function, and for a mesh that is no Mesh, such as text."""
+    if not callable(program):
+        raise EmuError(f"the program is a {type(program).__name__}", "pass a function program(rank)")
+    if not isinstance(mesh, Mesh):
+        raise EmuError(f"the mesh is a {type(mesh).__name__}", "pass a mesh: emu.Mesh(dp=8)")
 
 
 def check_program(program: Callable[..., Any], args: Sequence[Any]) -> None:

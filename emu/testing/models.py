@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ class ModelFactory:
 @st.composite
 def models(draw: st.DrawFn, plan: Plan | None = None, max_layers: int = 3) -> ModelFactory:
     """Factories of plain torch decoders that a plan can train: enough layers for its stages, heads for its tp, experts for
-    its ep; shrinks to a dense one of as few layers as there can be.
+    its ep, positions for its seq; shrinks to a dense one of as few layers as there can be.
 
     Args:
         plan: what it is to fit; None is one device.
@@ -64,7 +64,8 @@ def models(draw: st.DrawFn, plan: Plan | None = None, max_layers: int = 3) -> Mo
     }
     stages = stages_of(case)
     layers = draw(st.integers(stages, max(stages, max_layers)))
-    return ModelFactory(config_of(case, layers), draw(st.integers(0, 9)))
+    config = config_of(case, layers)
+    return ModelFactory(replace(config, seq=max(config.seq, plan.seq)), draw(st.integers(0, 9)))
 
 
 @st.composite
@@ -74,13 +75,16 @@ def batches(draw: st.DrawFn, model: Any, plan: Plan | None = None, vocab: int | 
 
     Args:
         model: a module or a factory of one whose config says its vocabulary; or give `vocab`.
-        plan: its sizes; None is that of emu.Plan().
+        plan: its sizes; None is those of emu.Plan(), but rows no longer than the model's config allows, where it says so.
         vocab: how many different tokens there are.
     """
-    plan = plan if plan is not None else Plan()
+    made = model if vocab is not None or isinstance(model, (nn.Module, ModelFactory)) else model()
+    config = getattr(made, "config", None)
+    if plan is None:
+        plan = Plan()
+        plan = replace(plan, seq=min(plan.seq, getattr(config, "seq", plan.seq)))
     if vocab is None:
-        made = model if isinstance(model, (nn.Module, ModelFactory)) else model()
-        vocab = getattr(getattr(made, "config", None), "vocab", None)
+        vocab = getattr(config, "vocab", None)
         if vocab is None:
             what = type(made).__name__
             raise EmuError(

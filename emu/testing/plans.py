@@ -11,9 +11,9 @@ from typing import Any
 from hypothesis import strategies as st
 
 from emu.parallel import Plan
-from emu.spmd import EmuError
+from emu.spmd import EmuError, Mesh, PlanError
 from emu.testing.choices import AXES, CHOICES, FOLDS, fits, plan_of
-from emu.testing.meshes import at_most, one_of
+from emu.testing.meshes import at_most, listed, one_of
 
 # What is drawn together, because one allows the other; each group only with what is possible with those before it.
 _TOGETHER = (
@@ -42,6 +42,16 @@ _SILENT = {
     "context": lambda case: case["cp"] == 1,
 }
 _DEFAULTS = {"context": "zigzag", "schedule": "1f1b", "model": "experts"}  # a model of experts allows any fold
+# Where there is room for any value of an option that there can be: mesh, and what else it needs.
+_ROOM: dict[str, list[tuple[str, dict[str, Any]]]] = {
+    "zero": [("dp=2", {})],
+    "replicate": [("dp={}", {"zero": 1}), ("dp=2", {"zero": 1})],
+    "prefetch": [("dp=2", {"zero": 3})],
+    "sp": [("tp=2", {})],
+    "schedule": [("pp=2", {"microbatches": 4})],
+    "chunks": [("pp=2", {"schedule": "interleaved", "microbatches": 4})],
+    "context": [("cp=2", {})],
+}
 OPTIONS = tuple(option for options in _TOGETHER for option in options)
 
 
@@ -56,10 +66,10 @@ def plans(draw: st.DrawFn, max_ranks: int = 8, axes: Sequence[str] = AXES, **cho
             emu.testing.choices.CHOICES: fields of a Plan, and fold, by name: "none", "ep2", "etp2", "ep4", "ep2 etp2".
 
     Raises:
-        EmuError: an axis or option that there is none, or choices of which none is possible.
+        EmuError: an axis or option that there is none, a value that no plan has, or choices of which none is possible.
     """
     at_most(max_ranks)
-    allowed = _allowed(axes, choices)
+    allowed = _allowed(axes, choices, max_ranks)
     order = draw(st.permutations(AXES))
     case: dict[str, Any] = {option: values[0] for option, values in CHOICES.items()}
     case |= _DEFAULTS | {"order": " ".join(order)} | dict.fromkeys(AXES, 1)
@@ -76,7 +86,8 @@ def plans(draw: st.DrawFn, max_ranks: int = 8, axes: Sequence[str] = AXES, **cho
         if not found:
             said = ", ".join(f"{option}={list(allowed[option])}" for option in loud)
             mesh = ",".join(f"{axis}={case[axis]}" for axis in order if case[axis] > 1) or "one rank"
-            raise EmuError(f"none of {said} is possible on {mesh}", "allow more, or fewer axes: axes=('dp',)")
+            why = _why_not(case | dict(zip(loud, _each(loud, allowed)[0])))
+            raise EmuError(f"none of {said} is possible on {mesh}{why}", "allow more, or fewer axes: axes=('dp',)")
         case = draw(one_of(found))
     return plan_of(case)
 
@@ -95,8 +106,37 @@ def _each(options: Sequence[str], allowed: Mapping[str, Sequence[Any]]) -> list[
     return list(product(*(allowed[option] for option in options)))
 
 
-def _allowed(axes: Sequence[str], choices: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
+def _why_not(case: Mapping[str, Any]) -> str:
+    """Why a case cannot be, in a plan's words."""
+    try:
+        plan_of(case)
+    except PlanError as error:
+        return f": {error.message}"
+    return ""
+
+
+def _check_value(option: str, value: Any) -> None:
+    """Raises the plan's own error, or the mesh's, for a value that there never is."""
+    if option == "fold" or any(type(value) is type(known) and value == known for known in CHOICES[option]):
+        return
+    if option in AXES:
+        Mesh(**{option: value})
+        return
+    refused = None
+    for mesh, others in _ROOM.get(option, [("", {})]):
+        try:
+            Plan(mesh.format(value), **others, **{option: value})
+        except PlanError as error:
+            refused = error
+        else:
+            return
+    if refused is not None:
+        raise refused
+
+
+def _allowed(axes: Sequence[str], choices: Mapping[str, Sequence[Any]], max_ranks: int) -> dict[str, list[Any]]:
     """Axes and options -> what may be drawn, the simplest first."""
+    listed(axes)
     for axis in axes:
         if axis not in AXES:
             raise EmuError(f"no plan has an axis {axis!r}", f"name some of {', '.join(AXES)}")
@@ -107,5 +147,11 @@ def _allowed(axes: Sequence[str], choices: Mapping[str, Sequence[Any]]) -> dict[
             raise EmuError(f"{option}={values!r} lists no values", f"list those to draw from: {option}=[...]")
         if option == "fold" and (unknown := [name for name in values if name not in FOLDS]):
             raise EmuError(f"there is no fold {unknown[0]!r}", f"name some of {', '.join(FOLDS)}")
+        for value in values:
+            _check_value(option, value)
+        if option in AXES and min(values) > max_ranks:
+            raise EmuError(
+                f"{option}={list(values)!r} takes more than {max_ranks} ranks", f"say max_ranks={min(values)}"
+            )
     allowed = {option: list(choices.get(option, _simplest_first(option))) for option in CHOICES}
     return allowed | {axis: [1] for axis in AXES if axis not in axes}

@@ -96,9 +96,9 @@ def write_wrong_program(random: Random, max_ranks: int = 8, changes: Sequence[Ch
 def programs(draw: st.DrawFn, max_ranks: int = 8, trained: bool | None = None) -> WrittenProgram:
     """Right programs for 2 to `max_ranks` ranks, as Python text, each with a reference for one device.
 
-    `emu.equivalence.check(p.program, p.mesh, p.reference)` finds them equal in tier exact. They use every collective, groups
-    over axes and of listed members, uneven pieces, asynchronous calls, streams and events, and differentiable collectives.
-    They shrink to one step on two ranks.
+    `emu.check(p.program, p.mesh, p.reference)` finds them equal in tier exact. They use every collective, groups over axes
+    and of listed members, uneven pieces, asynchronous calls, streams and events, and differentiable collectives. They
+    shrink to one step on two ranks.
 
     Args:
         max_ranks: the most ranks, at least 2.

@@ -77,6 +77,27 @@ def test_what_is_wrong_in_a_file_is_told_with_its_line(
     assert error.message.startswith(f"{file}, line {line}: ") and says in error.message and hint in error.hint
 
 
+def test_tables_beside_a_plan_are_for_others(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    others = "[model]\nlayers = 2\n[[cluster]]\nname = 'a'\n"
+    for text in ("mesh = 'dp=2'\nzero = 1\n", "[plan]\nmesh = 'dp=2'\nzero = 1\n"):
+        file.write_text(text + others)
+        assert Plan.from_toml(file) == Plan("dp=2", zero=1)
+    file.write_text("mesh = 'dp=2'\n[plam]\nzero = 1\n")  # which would be lost without a word
+    with pytest.raises(PlanError, match=r"plam = .* is no field") as caught:
+        Plan.from_toml(file)
+    assert "did you mean plan" in str(caught.value.hint)
+    file.write_text(others)  # no plan at all
+    with pytest.raises(PlanError, match=r"line 1: model = .* is no field"):
+        Plan.from_toml(file)
+
+
+def test_a_mark_of_the_encoding_is_no_part_of_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "plan.toml"
+    file.write_bytes(b"\xef\xbb\xbfmesh = 'dp=2'\nzero = 1\n")
+    assert Plan.from_toml(file) == Plan("dp=2", zero=1)
+
+
 def test_a_field_that_contradicts_the_file_says_what_is_nearest(tmp_path: Path) -> None:
     file = tmp_path / "plan.toml"
     file.write_text("[plan]\nmesh = 'dp=4'\nzero = 2\nreplicate = 3\n")

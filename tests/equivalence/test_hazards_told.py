@@ -43,6 +43,40 @@ def overlaps(rank):
     return y
 
 
+def waits_nothing(rank):
+    """What a communication reads was written by the stream that issues it: nothing is waited for."""
+    x, y = torch.ones(4), torch.ones(4)
+    rank.group("dp").all_reduce(x, async_op=True)
+    rank.group("dp").all_reduce(y, async_op=True)
+
+
+def waits_once(rank):
+    x = torch.ones(4)
+    rank.group("dp").all_reduce(x, async_op=True).wait()
+    return x * 2
+
+
+def side_stream(rank):
+    x = torch.ones(4)
+    rank.stream("side").wait_stream(rank.stream("default"))
+    with rank.stream("side"):
+        x.mul_(2)
+
+
+@pytest.mark.parametrize(
+    ("program", "ranks", "told"),
+    [
+        (waits_nothing, 2, r"\d pairs across streams, each ordered by the issue of one of \d communications$"),
+        (waits_once, 2, r"each ordered by one of \d waits or by the issue of one of \d communications$"),
+        (side_stream, 2, r"2 pairs across streams, each ordered by one of 2 waits$"),
+        (side_stream, 1, r"1 pair across streams, ordered by one wait$"),
+    ],
+)
+def test_what_orders_is_told_in_words_that_can_be_read(program, ranks, told):
+    said = str(emu.hazards(program, emu.Mesh(dp=ranks))).splitlines()[0]
+    assert said.startswith("no hazard on ") and re.search(told, said)
+
+
 def test_both_lines_and_the_wait_that_is_missing():
     (found,) = emu.hazards(late_wait, MESH).found
     assert found.kind == "write after write" and found.ranks == (0, 1) and found.times == 2

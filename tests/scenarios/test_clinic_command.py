@@ -42,9 +42,15 @@ def test_without_a_case_all_are_listed_and_none_is_run(capsys, monkeypatch):
     code, out, _ = command(capsys)
     assert code == 0
     for case in emu.clinic.all_cases():
-        assert any(f" {case.number} " in line and case.title in line for line in out.splitlines())
+        assert any(
+            f" {case.number} " in line and f" {case.slug} " in line and case.title in line for line in out.splitlines()
+        )
     code, said = answer(capsys)
     assert code == 0 and [case["n"] for case in said["cases"]] == emu.clinic.numbers()
+    assert all(emu.clinic.case(case["slug"]).number == case["n"] for case in said["cases"])
+    monkeypatch.setenv("COLUMNS", "80")
+    _, narrow, _ = command(capsys)
+    assert all(f" {case.slug} " in narrow for case in emu.clinic.all_cases())  # never folded: it is to be typed
     assert set(said["cases"][0]) == {"n", "slug", "title", "kind", "url"}
 
 

@@ -91,6 +91,18 @@ def test_all_shrinks_to_what_is_simplest():
         (lambda: testing.plans(zero=[]), "zero=\\[\\] lists no values"),
         (lambda: testing.plans(fold=["ep9"]), "no fold 'ep9'"),
         (lambda: testing.plans(max_ranks=1, sp=[True], axes=("dp",), fold=["ep4"]), "none of fold"),
+        (lambda: testing.plans(zero=[0, 7]), "there is no zero=7"),
+        (lambda: testing.plans(replicate=[0]), "replicate=0"),
+        (lambda: testing.plans(dp=[0]), "axis 'dp' has size 0"),
+        (lambda: testing.plans(dp=["2"]), "axis 'dp' has size '2'"),
+        (lambda: testing.plans(max_ranks=8, dp=[9]), "takes more than 8 ranks"),
+        (lambda: testing.plans(axes=("dp",), fold=["ep4"], max_ranks=3), "none of fold=.*: "),
+        (lambda: testing.plans(axes="dp"), "axes='dp' is a text"),
+        (lambda: testing.meshes(axes="dp,tp"), "axes='dp,tp' is a text"),
+        (lambda: testing.meshes(axes=("dp", "dp")), "twice"),
+        (lambda: testing.meshes(axes=("dp", "ep")), "'ep' is no axis, but a fold"),
+        (lambda: testing.meshes(axes=("on",)), "'on' is no name"),
+        (lambda: testing.meshes(axes=(3,)), "3 is no name"),
         (lambda: testing.batches(torch.nn.Linear(2, 2)), "vocabulary"),
     ],
 )
@@ -113,6 +125,51 @@ def test_a_model_has_a_layer_for_every_stage_and_an_expert_for_every_rank():
     assert find(testing.models(deep), lambda model: True, settings=few).config.layers == 8
     wide = emu.Plan("dp=4", ep=4)
     assert find(testing.models(wide), lambda model: True, settings=few).config.experts == 4
+
+
+@pytest.mark.parametrize(
+    ("option", "values"),
+    [
+        ("replicate", [3]),
+        ("prefetch", [5]),
+        ("chunks", [1, 3]),
+        ("microbatches", [7]),
+        ("seq", [64]),
+        ("checkpoint", ["every:3"]),
+        ("dp", [5]),
+    ],
+)
+def test_values_that_are_not_of_the_list_may_be_drawn_where_plans_have_them(option, values):
+    more = {"replicate": {"dp": [3], "zero": [1]}, "prefetch": {"zero": [3]}}.get(option, {})
+    drawn = collected(testing.plans(axes=("dp",), **more, **{option: values}), 5)
+    read = (lambda plan: plan.axes().get("dp", 1)) if option == "dp" else lambda plan: getattr(plan, option)
+    assert {read(plan) for plan in drawn} <= set(values)
+
+
+def test_meshes_have_axes_of_any_name():
+    drawn = collected(testing.meshes(max_ranks=4, axes=["rows", "columns"]), 20)
+    assert all(set(mesh.axes) == {"rows", "columns"} for mesh in drawn)
+
+
+class Short(torch.nn.Module):
+    """A model of short sequences."""
+
+    def __init__(self):
+        super().__init__()
+        self.config = emu.models.Config(layers=1, width=4, heads=2, vocab=7, seq=3)
+
+
+@pytest.mark.parametrize("plan", [None, emu.Plan("dp=2", seq=40)])
+def test_a_model_and_a_batch_fit_with_a_plan_and_without(plan):
+    strategy = testing.models(plan).flatmap(lambda model: st.tuples(st.just(model), testing.batches(model, plan)))
+    for model, batch in collected(strategy, 10):
+        assert batch.x.shape == (8, 40 if plan else emu.Plan().seq)
+        assert torch.isfinite(model().loss_sum(batch.x, batch.y))
+
+
+def test_a_batch_without_a_plan_is_no_longer_than_the_model_says():
+    for model in (Short(), Short):
+        assert find(testing.batches(model), lambda batch: True).x.shape == (8, 3)
 
 
 def verified(data, most, tier="exact"):

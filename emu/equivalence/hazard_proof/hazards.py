@@ -20,6 +20,7 @@ from emu.equivalence.hazard_proof.conflicts import Block, Pair, Reading, line_of
 from emu.equivalence.hazard_proof.crossing import Call, circles
 from emu.equivalence.hazard_proof.proof import Access, Hazard, Hazards, Waiting
 from emu.spmd import EmuError, Mesh
+from emu.spmd.programs import check_kinds
 from emu.trace.events import At, Choice, Collective, EventWait, HostCopy, HostWait, Kernel, Transfer, Use, Wait
 from emu.trace.trace import Trace
 from emu.virtual.launch import Program, run_virtual
@@ -36,8 +37,9 @@ def hazards(
         shapes: without numbers, for programs that are too large to compute.
 
     Raises:
-        EmuError: whatever the program does wrong but races: those are found.
+        EmuError: no program, or no Mesh; or whatever the program does wrong but races: those are found.
     """
+    check_kinds(program, mesh)
     return prove(run_virtual(program, mesh, args=args, order=order, meta=shapes, uses=True).trace)
 
 

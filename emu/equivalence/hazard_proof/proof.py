@@ -158,12 +158,19 @@ class Hazards:
         pairs = f"{count_text(self.n_ordered, 'pair')} across streams"
         witnesses = {(pair.rank, pair.witness) for pair in self.pairs}
         issued = sum(isinstance(self.trace[rank][i], (Collective, Transfer)) for rank, i in witnesses)
-        ways = [count_text(len(witnesses) - issued, "wait")] if len(witnesses) > issued else []
-        ways += [f"the issue of {count_text(issued, 'communication')}"] if issued else []
-        return f"{pairs}, each ordered by one of {' or by '.join(ways)}" if ways else pairs
+        waits = len(witnesses) - issued
+        ways = [_one_of(waits, "wait")] if waits else []
+        ways += [f"the issue of {_one_of(issued, 'communication')}"] if issued else []
+        each = "each ordered" if self.n_ordered > 1 else "ordered"
+        return f"{pairs}, {each} by {' or by '.join(ways)}" if ways else pairs
 
     def _chosen(self) -> list[str]:
         if not self.choices:
             return []
         lines = ", ".join(f"{what} ({line})" for what, line, _ in self.choices[:SHOWN])
         return [f"of other choices nothing is proved: what it does depends on time at {lines}"]
+
+
+def _one_of(n: int, what: str) -> str:
+    """One of so many, in words."""
+    return f"one of {count_text(n, what)}" if n > 1 else f"one {what}"
