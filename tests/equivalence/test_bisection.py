@@ -13,8 +13,8 @@ from emu.equivalence.bisection import recorder
 from emu.models import Config, Decoder
 from emu.spmd import Group
 
-X, T = torch.randn(12, 6), torch.randn(12, 3)
-W, V = torch.randn(6, 8) / 4, torch.randn(8, 3) / 4
+DRAW = torch.Generator().manual_seed(0)
+X, T, W, V = (torch.randn(shape, generator=DRAW) / 4 for shape in ((12, 6), (12, 3), (6, 8), (8, 3)))
 CONFIG = Config(layers=2, width=8, heads=2, ffn=8, vocab=11, seq=8, norm="layer", positions="learned")
 
 

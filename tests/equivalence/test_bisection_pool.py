@@ -73,3 +73,13 @@ def test_of_a_whole_and_a_slice_that_are_alike_it_is_the_whole():
     whole = torch.arange(1.0, 9.0, dtype=torch.float64).reshape(2, 4)
     pool = Pool([(whole[:1].clone(), "row"), (whole, "matrix")])
     assert pool.find(whole[:1]) == "row" and pool.find(whole[1:]) == "matrix"
+
+
+@given(st.integers(0, 4), st.integers(0, 4))
+def test_numbers_that_are_alike_are_found_only_where_they_stand(at, there):
+    """A row of zeros, say, is no row of zeros elsewhere."""
+    rows = torch.arange(1.0, 26.0, dtype=torch.float64).reshape(5, 5)
+    rows[there] = 0.0
+    part = torch.arange(1.0, 26.0, dtype=torch.float64).reshape(5, 5)
+    part[at] = 0.0
+    assert (Pool([(rows, "rows")]).find(part) == "rows") == (at == there)

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 import emu
 from emu.equivalence.bisection.standing import Standings
 
-X, W, V = torch.randn(8, 6), torch.randn(6, 6), torch.randn(6, 5)
+DRAW = torch.Generator().manual_seed(0)
+X, W, V = (torch.randn(shape, generator=DRAW) for shape in ((8, 6), (6, 6), (6, 5)))
 LABELS = torch.arange(8) % 5
 
 
@@ -143,6 +144,31 @@ def test_blocks_of_attention_are_steps_on_the_way(monkeypatch):
     assert found.op == "add", found.says
     monkeypatch.setattr(Standings, "recovers", lambda self, made: False)
     assert emu.check(twice, emu.Mesh(dp=2), alone, mutants="none").divergence is not None
+
+
+def test_a_multiple_of_a_sum_is_told_as_one_and_what_is_linear_may_come_before_it():
+    def twice(rank):
+        dp = rank.group("dp")
+        part = (X.chunk(2)[dp.rank] @ W).sum(0)
+        part = part + part
+        return {"y": dp.all_reduce(part)}
+
+    found = emu.check(twice, emu.Mesh(dp=2), lambda: {"y": (X @ W).sum(0)}, mutants="none", tier="float64").divergence
+    assert found.op == "add" and "summed over 'dp', it is 2 times what is there" in found.says
+    assert "still a part of a sum" not in found.says
+
+
+def test_rows_that_no_rank_takes_are_missed_where_they_were_left_out():
+    def program(rank):
+        tp = rank.group("tp")
+        part = X[:5, 3 * tp.rank : 3 * tp.rank + 3] @ W[3 * tp.rank : 3 * tp.rank + 3]
+        return {"y": torch.relu(tp.all_reduce(part)).sum(0)}
+
+    verdict = emu.check(
+        program, emu.Mesh(tp=2), lambda: {"y": torch.relu(X @ W).sum(0)}, mutants="none", tier="float64"
+    )
+    found = verdict.divergence
+    assert found.op == "sum" and "all ranks together have only a part since mm" in found.says
 
 
 @pytest.mark.parametrize("value", [True, "text", 2**60, 2**70, 3, 2.5, None])

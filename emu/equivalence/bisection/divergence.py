@@ -18,6 +18,7 @@ FILLING = (
     "new_zeros",
     "fill",
 )  # ops that write zeros: into a buffer that is to be filled later, or over numbers
+ADDING = ("add", "add_", "sub", "sub_")
 COPIES = ("clone", "copy_", "_to_copy", "div", "div_", "mul", "mul_", "neg")
 
 
@@ -112,11 +113,8 @@ def axes_in_words(axes: Sequence[str]) -> str:
 def what_went_in(made: Made, inputs: Sequence[tuple[Made, Standing]]) -> str:
     """What is to be said about the inputs of the first wrong tensor."""
     parts = [(x, standing) for x, standing in inputs if standing.over and standing.over != (TURNS,)]
-    if (
-        parts
-        and made.op not in COPIES
-        and not (made.members and {m.rank for m, _ in parts} <= set(made.members) and _covers(made, parts))
-    ):
+    reduces = made.members and {x.rank for x, _ in parts} <= set(made.members) and _covers(made, parts)
+    if parts and not reduces and not _keeps_sums(made, inputs):
         x, standing = parts[0]
         verb = f"it reads what is still a part of a sum {axes_in_words(standing.over)}"
         return f"{verb}, {made_by(x)}: reduce that sum first, over those ranks"
@@ -126,6 +124,12 @@ def what_went_in(made: Made, inputs: Sequence[tuple[Made, Standing]]) -> str:
     lines = list(dict.fromkeys(line for x, _ in inputs if (line := line_before(x, made.line))))[-2:]
     told = f" ({', '.join(lines)})" if lines else ""
     return f"what it reads is in the reference{told}, what it makes is in none of its tensors"
+
+
+def _keeps_sums(made: Made, inputs: Sequence[tuple[Made, Standing]]) -> bool:
+    """Whether an op may as well come before a sum as after it: it scales, or adds parts of sums over the same axes."""
+    alike = {standing.over for x, standing in inputs if not x.is_number and not standing.says_nothing}
+    return made.op in COPIES or (made.op in ADDING and len(alike) == 1)
 
 
 def _covers(made: Made, parts: Sequence[tuple[Made, Standing]]) -> bool:

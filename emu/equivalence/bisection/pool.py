@@ -26,6 +26,7 @@ class _Numbers:
         self.alone = np.concatenate([[True], apart]) & np.concatenate([apart, [True]])  # no other number is alike
         self.likes = np.concatenate([[0], np.cumsum(apart)])  # which numbers are alike, and how many there are
         self.count = np.bincount(self.likes)
+        self.order = np.sort(self.likes * self.size + self.place)  # of numbers that are alike, where they stand
 
     def places(self, flat: Array) -> Any:
         """Where these numbers stand in the tensor, of those that no other is like; None if they are not all there, in order."""
@@ -36,8 +37,16 @@ class _Numbers:
             return None
         if bool((np.bincount(self.likes[at], minlength=self.count.size) > self.count).any()):
             return None
-        places = self.place[at[self.alone[at]]]
-        return places if bool((np.diff(places) > 0).all()) else None
+        places, alone = self.place[at], self.alone[at]
+        if not bool((np.diff(places[alone]) > 0).all()):
+            return None
+        # Each of the others stands somewhere between those before and behind it that no other is like.
+        before = np.maximum.accumulate(np.where(alone, places, -1))
+        behind = np.minimum.accumulate(np.where(alone, places, self.size)[::-1])[::-1]
+        first = self.likes[at] * self.size
+        following = np.searchsorted(self.order, first + before, side="right").clip(0, self.size - 1)
+        there = (self.order[following] > first + before) & (self.order[following] < first + behind)
+        return places[alone] if bool((there | alone).all()) else None
 
 
 class Pool:

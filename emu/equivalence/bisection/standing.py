@@ -127,20 +127,27 @@ class Standings:
 
     def covered(self, made: Made) -> float:
         """Which share of the reference's tensor all ranks have between them, of what is made at this place."""
-        standing = self.of(made)
-        if standing.found is None or standing.over:
+        found, over, _ = self.of(made)
+        if found is None:
             return 1.0
-        key = made.kind, made.turn, standing.found.time
+        key = made.kind, made.turn, found.time
         if key not in self._covered:
             every = [self.record.by_kind.get((rank, made.kind), []) for rank in range(self.mesh.size)]
-            turns = [self._covered_by(standing.found, turn) for turn in zip_longest(*every)]
+            turns = [self._covered_by(found, over, turn) for turn in zip_longest(*every)]
             # Microbatches have a part each; where one time is enough for all, every time should be.
-            whole = self._covered_by(standing.found, chain(*every)) if max(turns) < 1 else turns[made.turn]
+            whole = self._covered_by(found, over, chain(*every)) if max(turns) < 1 else turns[made.turn]
             self._covered[key] = whole
         return self._covered[key]
 
-    def _covered_by(self, found: Made, every: Iterable[Made | None]) -> float:
-        return self._pool.covered(found, [m.value for m in every if m is not None and m.value is not None])
+    def _covered_by(self, found: Made, over: tuple[str, ...], every: Iterable[Made | None]) -> float:
+        there = [made for made in every if made is not None and made.value is not None]
+        if over:  # of what is still to be summed, the sums
+            axes = tuple(axis for axis in over if axis != TURNS)
+            groups: dict[tuple[int, ...], list[Made]] = {}
+            for made in there:
+                groups.setdefault(self.mesh.members(made.rank, *axes), []).append(made)
+            return self._pool.covered(found, [total(parts) for parts in groups.values() if _alike(parts)])
+        return self._pool.covered(found, [made.value for made in there if made.value is not None])
 
     def in_order(self, made: Made, members: tuple[int, ...]) -> bool:
         """Whether what these ranks made, one below or beside the other, is in the reference, too."""
@@ -152,17 +159,16 @@ class Standings:
         along = [dim for dim in (0, 1) if len({table.shape[1 - dim] for table in tables}) == 1]
         return any(self._pool.find(torch.cat(tables, dim)) is not None for dim in along)
 
-    def times(self, made: Made) -> float | None:
-        """How many times a tensor of the reference it is, if it is a simple multiple of one."""
+    def times(self, made: Made) -> tuple[float, tuple[str, ...]] | None:
+        """How many times a tensor of the reference it is, if it is a simple multiple of one; or is once it is summed."""
         if made.value is None:
             return None
         n = max(self.mesh.size, 4)
-        sums = (self._parts(made, *which) for which in self._sums_of(made))
-        values = [made.value, *(total(parts) for parts in sums if parts)]
-        for value in values:
+        sums = (((TURNS,) * which[0] + which[1], self._parts(made, *which)) for which in self._sums_of(made))
+        for over, value in [((), made.value), *((over, total(parts)) for over, parts in sums if parts)]:
             for factor in [-1.0, *(float(k) for k in range(2, n + 1)), *(1.0 / k for k in range(2, n + 1))]:
                 if self._pool.find(value / factor) is not None:
-                    return factor
+                    return factor, over
         return None
 
     def recovers(self, made: Made) -> bool:

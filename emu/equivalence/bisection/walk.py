@@ -6,7 +6,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from heapq import heappop, heappush
 from typing import Any
 
-from emu.equivalence.bisection.divergence import Divergence, described, divergence, returned_at, what_went_in
+from emu.equivalence.bisection.divergence import (
+    Divergence,
+    axes_in_words,
+    described,
+    divergence,
+    returned_at,
+    what_went_in,
+)
 from emu.equivalence.bisection.recorder import Made, Overheard, Record, TooLarge, naming
 from emu.equivalence.bisection.results import Result, elsewhere, emptied, results_of, unfinished
 from emu.equivalence.bisection.standing import Standings
@@ -58,7 +65,8 @@ def _crossing(results: Sequence[Result], standings: Standings) -> Divergence | N
     says = what_went_in(made, [(x, s) for x in made.inputs if (s := standings.of(x)).right])
     times = standings.times(made)
     if times is not None:
-        says += f"; it is {times:.4g} times what is there"
+        factor, over = times
+        says += f"; {f'summed {axes_in_words(over)}, ' if over else ''}it is {factor:.4g} times what is there"
     elif (lost := _loses(made, standings)) is not None:
         says += f"; of that, all ranks together have only a part since {described(lost)}"
     elif (moved := _misplaces(made, standings)) is not None:
