@@ -31,16 +31,30 @@ def load(text: str) -> Callable[..., Any]:
     Raises:
         EmuError: no such file or function, or a file that fails to import.
     """
+    return load_all(text)[0]
+
+
+def load_all(*texts: str) -> list[Callable[..., Any]]:
+    """The functions that several FILE.py:FUNC name. A file is imported once, so that what it draws is the same for all.
+
+    Raises:
+        EmuError: as load.
+    """
     from emu.spmd import EmuError
 
-    file, name = locate(text)
-    module = _imported(Path(file), file)
-    function = getattr(module, name, None)
-    if not callable(function):
-        own = [k for k, v in vars(module).items() if inspect.isfunction(v) and v.__module__ == module.__name__]
-        there = ", ".join(k for k in own if not k.startswith("_")) or "none"
-        raise EmuError(f"{file} has no function {name!r}", f"its functions are {there}")
-    return function
+    modules: dict[Path, ModuleType] = {}
+    functions = []
+    for text in texts:
+        file, name = locate(text)
+        path = Path(file).resolve()
+        module = modules[path] = modules.get(path) or _imported(Path(file), file)
+        function = getattr(module, name, None)
+        if not callable(function):
+            own = [k for k, v in vars(module).items() if inspect.isfunction(v) and v.__module__ == module.__name__]
+            there = ", ".join(k for k in own if not k.startswith("_")) or "none"
+            raise EmuError(f"{file} has no function {name!r}", f"its functions are {there}")
+        functions.append(function)
+    return functions
 
 
 def locate(text: str) -> tuple[str, str]:

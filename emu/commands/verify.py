@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from emu.commands.options import Json, plan_of, with_plan_flags
-from emu.programs import DONE, FALSE, load
+from emu.programs import DONE, FALSE, load, load_all
 from emu.terminal import print_json, stages
 
 SEQ = 32  # tokens in a sequence, where neither a user nor a model says
@@ -42,8 +42,9 @@ def verify(
 
         if program is not None and reference is not None and model is None:
             _refuse_with_program(called)
-            checked = (load(program), Mesh(**parse_mesh(flags.get("mesh", "dp=2"))), load(reference))
-            verdict = check(*checked, tier=tier, mutants=mutants, progress=progress)
+            ours, theirs = load_all(program, reference)
+            mesh = Mesh(**parse_mesh(flags.get("mesh", "dp=2")))
+            verdict = check(ours, mesh, theirs, tier=tier, mutants=mutants, progress=progress)
         elif model is not None and program is None and reference is None:
             with_seed, most = _model(model)
             plan, said = plan_of(flags, most, mesh="dp=2")

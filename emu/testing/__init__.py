@@ -1,8 +1,9 @@
 """Hypothesis strategies for whole distributed programs: meshes, plans, models, batches, programs right and wrong.
 
-    from hypothesis import given, strategies as st
+    from hypothesis import given, settings, strategies as st
     from emu import testing
 
+    @settings(deadline=None, max_examples=20)
     @given(st.data())
     def test_my_scheme(data):
         plan = data.draw(testing.plans(max_ranks=4, zero=[0]))
