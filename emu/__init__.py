@@ -14,6 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from emu import spmd
 from emu.spmd import (
+    BufferInFlight,
+    CollectiveMismatch,
+    CrossRankAccess,
+    Deadlock,
     EmuError,
     Grads,
     Group,
@@ -21,11 +25,13 @@ from emu.spmd import (
     Mesh,
     Only,
     Partial,
+    PlanError,
     Precision,
     Rank,
     Replicate,
     Shard,
     Slices,
+    VirtualOutOfMemory,
     grads,
 )
 
@@ -38,8 +44,12 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "Batch",
+    "BufferInFlight",
     "Cluster",
+    "CollectiveMismatch",
+    "CrossRankAccess",
     "DataParallel",
+    "Deadlock",
     "EmuError",
     "Grads",
     "Group",
@@ -50,6 +60,7 @@ __all__ = [
     "Partial",
     "Pipeline",
     "Plan",
+    "PlanError",
     "Precision",
     "Rank",
     "Replicate",
@@ -57,6 +68,7 @@ __all__ = [
     "Shard",
     "Slices",
     "Verdict",
+    "VirtualOutOfMemory",
     "check",
     "chip",
     "cluster",

@@ -168,7 +168,7 @@ def _advice(
     """What to do about results that differ; the first of the causes below that fits.
 
     Where it is known which line is wrong (`located`), nothing general is said beside it of a program without a loss to
-    begin with, or without ranks between which something is reduced.
+    begin with, or of one that cuts nothing but layers.
     """
     wrong, ours = judged.wrong, judged.ours
     if not wrong:
@@ -186,7 +186,8 @@ def _advice(
         return say_factor(factor, mesh)
     if may_be_rounding(wrong) and (said := rounding()):
         return said
-    return "" if located and (mesh.size == 1 or "loss" not in right) else say_where(wrong, right, mesh)
+    layers = mesh.axes.get("tp", 1) == mesh.size  # or nothing at all
+    return "" if located and (layers or "loss" not in right) else say_where(wrong, right, mesh)
 
 
 def _diverges(

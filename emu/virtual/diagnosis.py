@@ -16,7 +16,7 @@ from emu.virtual.causes import Cause, of_circle, of_left, of_two
 from emu.virtual.stands import Stand, line_only, standing, stands
 
 if TYPE_CHECKING:
-    from emu.virtual.scheduler import Thread
+    from emu.virtual.thread import Thread
 
 MOST_STANDS = 32  # ranks of a circle whose programs are looked at
 

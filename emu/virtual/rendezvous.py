@@ -18,7 +18,8 @@ from emu.virtual.causes import Cause, of_lengths
 from emu.virtual.diagnosis import called, cure, deadlock, described, left_open, named, parted
 from emu.virtual.lines import user_line
 from emu.virtual.maths import carry_out, cuts_of
-from emu.virtual.scheduler import Scheduler, Waiting
+from emu.virtual.scheduler import Scheduler
+from emu.virtual.thread import Waiting
 
 if TYPE_CHECKING:
     from emu.spmd.group import Group

@@ -10,49 +10,23 @@ import ctypes
 import random
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 
 from emu.spmd.errors import EmuError
 from emu.virtual.freed import Fault, tell
 from emu.virtual.rng import RandomState
+from emu.virtual.thread import Thread, Waiting
 from emu.virtual.watchdog import LOOK_S, Watchdog
 
 RANK = "emu rank "  # what a rank's thread is called
 PREEMPT_ODDS = 0.5  # chance that a seeded order hands over before a communication
+MOST_ASKED = 20_000  # times in vain that a rank asks whether a communication is done, before that is a deadlock
 PATIENCE_S = 0.2  # how long an interrupted rank may take to notice before it is told again
 
 
 class Abort(BaseException):
     """Ends a rank because another one failed. Not an Exception, so that programs do not catch it by accident."""
-
-
-@dataclass(slots=True)
-class Waiting:
-    """Why a rank stands still: what it called, where, a function that tells which ranks it waits for, and the meeting."""
-
-    what: str
-    where: str
-    missing: Callable[[], list[int]]
-    item: object = None
-
-
-class Thread:
-    """The scheduler's view of one rank."""
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-        self.baton = threading.Lock()
-        self.baton.acquire()
-        self.waiting: Waiting | None = None
-        self.done = False
-        self.queued = True  # in the list of those that can run
-        self.clock_s = 0.0
-        self.rng = RandomState(rank)
-        self.raise_this: BaseException | None = None
-        self.worker: threading.Thread | None = None
-        self.told = False  # sent an exception
 
 
 class Scheduler:
@@ -225,19 +199,34 @@ class Scheduler:
 
         Ranks can notice nothing else of each other, and an op might run inside a lock (logging's, an import's).
         """
+        self.threads[rank].asked = 0
         if self.ending or self.hooked:
             self.before_op(rank)
         if self._chance is not None and self._runnable and self._chance.random() < PREEMPT_ODDS:
             self._hand_over(rank)
 
+    def asks(self, rank: int, waiting: Waiting) -> None:
+        """A rank asked in vain whether something is done. Others go on meanwhile, or it would ask for ever."""
+        thread = self.threads[rank]
+        thread.asked += 1
+        if thread.asked > MOST_ASKED:
+            thread.waiting = waiting
+            raise self.describe(self.threads)
+        if self._runnable and not torch.is_autocast_enabled("cpu"):
+            following = self._runnable.pop(0)  # in turn, whoever is behind in time, or two that ask would starve a third
+            self.threads[following].queued = False
+            self._queue(thread)
+            self._switch(thread, following)
+
     def _hand_over(self, rank: int) -> None:
         self._queue(self.threads[rank])
         self._switch(self.threads[rank])
 
-    def _switch(self, thread: Thread) -> None:
+    def _switch(self, thread: Thread, following: int | None = None) -> None:
         if self.ending:
             raise Abort
-        following = self._next()
+        if following is None:
+            following = self._next()
         if following is None:
             self._stuck()
             following = self._next()

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from emu.spmd.calls import Call, Work
 from emu.trace.events import Collective, Transfer, Wait
+from emu.virtual.lines import user_line
 from emu.virtual.rendezvous import Half, Meeting
-from emu.virtual.scheduler import Waiting
+from emu.virtual.thread import Waiting
 
 if TYPE_CHECKING:
     from emu.spmd.group import Group
@@ -32,10 +33,22 @@ class VirtualWork(Work):
         raise NotImplementedError
 
     def asked(self, done: bool) -> bool:
-        """The program asks whether it is done."""
-        if self._device.recorder is not None:
-            self._device.recorder.chose("done", [self], int(done))
+        """The program asks whether it is done. It hears how things stood when it asked, and others go on if they can."""
+        device = self._device
+        if device.recorder is not None:
+            device.recorder.chose("done", [self], int(done))
+        if not done:
+            what = f"done() of {', '.join(self.told())}"
+            device.rendezvous.scheduler.asks(device.rank, Waiting(what, user_line(), self.missing))
         return done
+
+    def told(self) -> list[str]:
+        """What is under way, in words."""
+        raise NotImplementedError
+
+    def missing(self) -> list[int]:
+        """The ranks that have not come yet."""
+        return sorted({rank for item, _ in self.items() if not item.done for rank in item.missing()})
 
     def first(self, many: Sequence[Sequence[Work]]) -> int:
         device, line = self._device, self._line
@@ -94,6 +107,9 @@ class CollectiveWork(VirtualWork):
     def items(self) -> list[tuple[Meeting | Half, Collective | Transfer]]:
         return [(self._meeting, self._event)]
 
+    def told(self) -> list[str]:
+        return [self._what]
+
     def wait(self) -> Any:
         stand_still(self._device, self._meeting, self._what, self._line)
         _ordered(self._device, self._meeting, self._event, self._point)
@@ -113,6 +129,9 @@ class MessagesWork(VirtualWork):
 
     def items(self) -> list[tuple[Meeting | Half, Collective | Transfer]]:
         return [(half, event) for half, _, event, *_ in self._parts]
+
+    def told(self) -> list[str]:
+        return [what for _, what, *_ in self._parts]
 
     def wait(self) -> list[Tensor]:
         for half, what, *_ in self._parts:

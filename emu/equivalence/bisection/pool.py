@@ -107,7 +107,8 @@ def _share(numbers: _Numbers, parts: Sequence[Tensor]) -> float:
         for look in (part, part.mT) if part.dim() > 1 else (part,):
             if (places := numbers.places(_flat(look))) is not None:
                 there.update(places.tolist())
-    return len(there) / max(int(numbers.alone.sum()), 1)
+    alone = int(numbers.alone.sum())
+    return len(there) / alone if alone else 1.0
 
 
 def _flat(tensor: Tensor) -> Array:
