@@ -12,12 +12,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
+from emu.virtual.taint import LOOPS, depends, ranks_names, targets_of
+
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
-LOOPS = (ast.For, ast.AsyncFor, ast.While)
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
-SAME_EVERYWHERE = ("size", "mesh", "axes", "label", "members", "shape", "dtype")  # attributes that all ranks share
-GIVES_ALL_THE_SAME = ("all_reduce", "all_gather", "broadcast", "group")  # of a group, its .rank alone differs
-CHANGES = ("append", "extend", "insert", "add", "pop", "remove", "update", "clear")  # what changes a container in place
 BLOCKS = ("body", "orelse", "finalbody")
 
 
@@ -44,7 +42,7 @@ class Branch(NamedTuple):
         -1
     )  # of an exit: how many of the branches around the line lie outside of the loop that it ends; -1: a return
     names: tuple[str, ...] = ()  # of a loop: its variables
-    constant: bool = False  # whether it is the same for all ranks, whatever they are
+    tests: tuple[tuple[ast.AST, str], ...] = ()  # what must hold: nodes, and which side of them; all of them
 
 
 @lru_cache(4)
@@ -146,7 +144,15 @@ def _made(node: ast.AST, name: str, index: int, on_rank: frozenset[str]) -> Bran
         return _branch(node, f"case {index}", on_rank)
     if isinstance(node, ast.Try) and name in ("handlers", "orelse"):
         return _branch(node.handlers[index] if name == "handlers" else node, name, on_rank)
+    if isinstance(node, ast.Try) and name == "body" and any(not _raises(handler) for handler in node.handlers):
+        return _branch(node, name, on_rank)  # an error ends the body, and the program goes on
+    if isinstance(node, (ast.With, ast.AsyncWith)) and name == "body" and "suppress" in ast.unparse(node.items[0]):
+        return _branch(node, name, on_rank)
     return None
+
+
+def _raises(handler: ast.ExceptHandler) -> bool:
+    return isinstance(handler.body[-1], ast.Raise)
 
 
 def _branch(node: ast.AST, arm: str, on_rank: frozenset[str]) -> Branch:
@@ -155,7 +161,7 @@ def _branch(node: ast.AST, arm: str, on_rank: frozenset[str]) -> Branch:
     kind = "branch"
     if isinstance(node, (ast.For, ast.AsyncFor)):
         kind, tests, text = "loop", [node.iter], f"for {_bare(node.target)} in {ast.unparse(node.iter)}:"
-        names = _targets(node.target)
+        names = targets_of(node.target)
     elif isinstance(node, ast.While):
         kind, tests, text = "loop", [node.test], f"while {ast.unparse(node.test)}:"
         names = sorted({n.id for n in ast.walk(node.test) if isinstance(n, ast.Name)})
@@ -174,14 +180,16 @@ def _branch(node: ast.AST, arm: str, on_rank: frozenset[str]) -> Branch:
         tests, text = [node.subject], f"match {ast.unparse(node.subject)}:"
     elif isinstance(node, ast.ExceptHandler):
         tests, text = [], f"except {ast.unparse(node.type)}:" if node.type else "except:"
+    elif isinstance(node, (ast.With, ast.AsyncWith)):
+        tests, text = [], f"with {', '.join(map(ast.unparse, node.items))}:"
     else:
-        tests, text = [], "else:"
+        tests, text = [], "try:" if arm == "body" else "else:"
     if kind == "loop" and arm == "orelse":
         kind, text = "branch", "else:"
     differs = any(depends(test, on_rank) for test in tests)
     text = text if len(text) <= 80 else text[:76] + " ..."
-    same = bool(tests) and not any(isinstance(n, ast.Name) and n.id != "range" for t in tests for n in ast.walk(t))
-    return Branch(kind, node.lineno, node.col_offset, arm, text, differs, names=tuple(names), constant=same)  # type: ignore[attr-defined]
+    line, column = node.lineno, node.col_offset  # type: ignore[attr-defined]
+    return Branch(kind, line, column, arm, text, differs, names=tuple(names), tests=((node, arm),))
 
 
 def _bare(target: ast.AST) -> str:
@@ -211,7 +219,8 @@ def _exits(
             differs = any(c.on_rank for c in conditions)
             binds = -1 if word == "return" else loops[-1]
             line, column = node.lineno, node.col_offset  # type: ignore[attr-defined]
-            yield Branch("exit", line, column, "", word, differs, conditions[-1].text, binds)
+            tests = tuple(test for condition in conditions for test in condition.tests)
+            yield Branch("exit", line, column, "", word, differs, conditions[-1].text, binds, tests=tests)
         return
     if isinstance(node, (*FUNCTIONS, ast.ClassDef)):
         return
@@ -227,74 +236,3 @@ def _exits(
             continue
         made = _made(node, name, index, on_rank)
         yield from _exits(child, before, loops, on_rank, conditions if made is None else (*conditions, made))
-
-
-# What depends on the rank.
-
-
-def ranks_names(tree: ast.AST, names: Iterable[str]) -> frozenset[str]:
-    """The variables that may differ between ranks: those given, and all that are made of them."""
-    found = set(names)
-    while True:
-        before = len(found)
-        _spread(tree, found, False)
-        if len(found) == before:
-            return frozenset(found)
-
-
-def _spread(node: ast.AST, found: set[str], differs: bool, anew: frozenset[str] | None = None) -> None:
-    """Adds what is assigned from names that differ between ranks, or where not all ranks come.
-
-    Args:
-        differs: whether a condition or a loop that depends on the rank is around the node.
-        anew: if it is a loop, what each round has set anew before: that differs no more than the round does. Else None.
-    """
-    value, targets = getattr(node, "value", None), []
-    if isinstance(node, ast.Assign):
-        targets = node.targets
-    elif isinstance(node, (ast.AnnAssign, ast.AugAssign, ast.NamedExpr)):
-        targets = [node.target]
-    elif isinstance(node, (ast.For, ast.AsyncFor, ast.comprehension)):
-        targets, value = [node.target], node.iter
-    elif isinstance(node, ast.withitem) and node.optional_vars is not None:
-        targets, value = [node.optional_vars], node.context_expr
-    elif differs and isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-        receiver = node.value.func  # mine.append(x) on some ranks alone
-        if isinstance(receiver, ast.Attribute) and receiver.attr in CHANGES and isinstance(receiver.value, ast.Name):
-            found.add(receiver.value.id)
-    of_rank = isinstance(value, ast.AST) and depends(value, found)
-    for name in (name for target in targets for name in _targets(target)):
-        if of_rank or (differs and (anew is None or name not in anew)):
-            found.add(name)
-    test = getattr(node, "test", None) or getattr(node, "subject", None) or getattr(node, "iter", None)
-    if isinstance(test, ast.AST) and depends(test, found):
-        anew = (anew if differs else frozenset()) if isinstance(node, LOOPS) else None
-        differs = True
-    for _, value in ast.iter_fields(node):
-        here = anew
-        for child in value if isinstance(value, list) else [value]:
-            if here is not None and isinstance(child, ast.Assign):
-                here |= {target.id for target in child.targets if isinstance(target, ast.Name)}
-            if isinstance(child, ast.AST):
-                _spread(child, found, differs, here)
-
-
-def _targets(node: ast.AST) -> list[str]:
-    if isinstance(node, ast.Name):
-        return [node.id]
-    if isinstance(node, (ast.Tuple, ast.List)):
-        return [name for item in node.elts for name in _targets(item)]
-    if isinstance(node, (ast.Subscript, ast.Attribute, ast.Starred)):
-        return _targets(node.value)
-    return []
-
-
-def depends(node: ast.AST, names: Iterable[str]) -> bool:
-    """Whether the value of an expression may differ between ranks."""
-    if isinstance(node, ast.Name):
-        return node.id in names
-    if isinstance(node, ast.Attribute):
-        return node.attr == "rank" or (node.attr not in SAME_EVERYWHERE and depends(node.value, names))
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in GIVES_ALL_THE_SAME:
-        return False
-    return any(depends(child, names) for child in ast.iter_child_nodes(node))

@@ -8,69 +8,80 @@ called the likely cause.
 
 from __future__ import annotations
 
-import ast
 import os
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
-from emu.spmd.waits import Wait, ranks_words
-from emu.virtual.branches import Branch, Position, path_to, tree_of
+from emu.spmd.waits import Wait
+from emu.virtual.branches import Branch
+from emu.virtual.sides import MESSAGES, call_lines, callees, calls_on, may_be_done_elsewhere, some
 from emu.virtual.stands import Stand
+from emu.virtual.weighing import Cause, choose
 
-COLLECTIVES = (
-    *(
-        "all_reduce",
-        "reduce",
-        "broadcast",
-        "all_gather",
-        "gather",
-        "reduce_scatter",
-        "scatter",
-        "all_to_all",
-        "barrier",
-    ),
-    *("ring_shift", "send", "recv", "exchange"),
-)
+Counts = Mapping[tuple[Any, str], int]  # how often a rank called, by the group's key and the line "file.py:12"
 
 
-class Cause(NamedTuple):
-    """Why ranks do not meet.
+def of_left(
+    mine: Sequence[Stand], wait: Wait, gone: Sequence[int], counts: Mapping[int, Counts] | None = None
+) -> Cause | None:
+    """Ranks have finished and never came to where this one waits.
 
-    Fields:
-        kind: "branch" (a condition that only some enter), "loop" (unequal rounds), "exit" (return, break or continue), "order"
-            (both sides of a condition call the same, in another order), "messages" (all send, or receive, first),
-            "lengths" (what does not divide), or "possible" (conditions that may be it, or may not).
-        where: the line of it, "file.py:12"; "" for none.
-        text: one sentence.
+    Args:
+        counts: what the ranks called, by rank, as far as it is known.
     """
+    if not mine or not gone:
+        return None
+    if not is_collective(wait):
+        return None  # a message's other half stands elsewhere, on one side of a condition on the rank in right programs, too
+    fits = True
+    for rank in gone if counts is not None else ():
+        here, all_ = behind(counts or {}, wait.rank, rank, call_lines(mine[-1]))
+        if here <= 0:
+            return None  # it came here as often: it is at another call that it is behind
+        fits &= here == all_
+    return choose([(s, b) for s in mine for b in (*s.around, *s.exits)], mine, wait.rank, gone, fits)
 
-    kind: str
-    where: str
-    text: str
 
-    def __str__(self) -> str:
-        return f"\n  {'possible cause' if self.kind == 'possible' else 'likely cause'}: {self.text}"
-
-
-def of_left(mine: Sequence[Stand], gone: Sequence[int]) -> Cause | None:
-    """Ranks have finished and never came to where this one waits."""
-    return _choose([(s, b) for s in mine for b in (*s.around, *s.exits)], mine, gone)
+def is_collective(wait: Wait) -> bool:
+    """Whether a rank waits in what all members of a group call, and not in a message."""
+    called = wait.operation
+    return called.rpartition(".")[2] not in MESSAGES and " " not in called and ":" not in called
 
 
-def of_two(mine: Sequence[Stand], theirs: Sequence[Stand], me: int, other: int) -> Cause | None:
-    """Two ranks came to different calls where one was expected."""
+def behind(counts: Mapping[int, Counts], me: int, other: int, lines: Collection[str]) -> tuple[int, int]:
+    """By how many calls a rank is behind another: at some lines, and in all, counting groups that both are in."""
+    mine, theirs = counts.get(me, {}), counts.get(other, {})
+    shared = [key for key in {*mine, *theirs} if me in key[0][1] and other in key[0][1]]
+    by_key = {key: mine.get(key, 0) - theirs.get(key, 0) for key in shared}
+    return sum(n for (_, where), n in by_key.items() if where in lines), sum(by_key.values())
+
+
+def before(calls: Counts, label: str, where: str) -> Counts:
+    """The calls of a rank without the last one, which it made in a group so called, at a line."""
+    where = where.partition(" ")[0]
+    return {key: n - ((key[0][0], key[1]) == (label, where)) for key, n in calls.items()}
+
+
+def of_two(
+    mine: Sequence[Stand], theirs: Sequence[Stand], me: int, other: int, counts: Mapping[int, Counts] | None = None
+) -> Cause | None:
+    """Two ranks came to different calls where one was expected.
+
+    Args:
+        counts: what they had called before, by rank, as far as it is known.
+    """
     for i, (a, b) in enumerate(zip(mine, theirs)):
         if (a.file, a.function) != (b.file, b.function):
             return None
         if not _same(a, b):
-            return _parted(mine[i:], theirs[i:], me, other)
+            return _parted(mine[i:], theirs[i:], me, other, counts)
         if a.rounds != b.rounds:
             ahead = _ahead(a.rounds, b.rounds)
             if not ahead:
                 return None
-            behind, skipped = (mine[i:], other) if ahead > 0 else (theirs[i:], me)
+            late, who = (mine[i:], (me, other)) if ahead > 0 else (theirs[i:], (other, me))
             at = next(n for n, (x, y) in enumerate(zip(a.rounds, b.rounds)) if x != y)
-            return _skipped(behind, _loops(behind[0])[at] + 1, True, [skipped])
+            return _skipped(late, _loops(late[0])[at] + 1, True, *who, counts)
     return None
 
 
@@ -78,22 +89,29 @@ def _same(a: Stand, b: Stand) -> bool:
     return a.at == b.at if a.at.column >= 0 <= b.at.column else a.at.line == b.at.line
 
 
-def of_circle(waits: Sequence[Wait], where: dict[int, list[Stand]]) -> Cause | None:
+def of_circle(
+    waits: Sequence[Wait], where: dict[int, list[Stand]], counts: Mapping[int, Counts] | None = None
+) -> Cause | None:
     """Ranks wait for each other in a circle: `waits` in its order."""
     kinds = {wait.operation.rpartition(".")[2] for wait in waits}
     if len(waits) > 1 and len(kinds) == 1 and kinds <= {"send", "recv"}:
         lines = sorted({wait.where for wait in waits})
         at = f"({', '.join(lines[:3])})"
         if "send" in kinds:
-            told = f"every rank of the circle sends first {at}, and a send ends only when its recv is called"
+            told = f"every rank of the circle stands in a send {at}, and a send ends only when its recv is called"
         else:
-            told = f"every rank of the circle receives first {at}, and nothing has been sent yet"
+            told = f"every rank of the circle stands in a recv {at}, and what it waits for has not been sent yet"
         return Cause("messages", lines[0], told)
-    if kinds & {"send", "recv"}:
+    if not all(map(is_collective, waits)):
         return None  # two sides of a message stand at different lines in right programs, too
     for wait, ahead in zip(waits, [*waits[1:], waits[0]]):
         a, b = where.get(wait.rank, []), where.get(ahead.rank, [])
-        if (found := of_two(a, b, wait.rank, ahead.rank)) is not None and found.kind != "possible":
+        past = (
+            {w.rank: before(counts.get(w.rank, {}), w.operation.rpartition(".")[0], w.where) for w in waits}
+            if counts
+            else None
+        )
+        if (found := of_two(a, b, wait.rank, ahead.rank, past)) is not None and found.kind != "possible":
             return found
     return None
 
@@ -122,14 +140,18 @@ def of_lengths(mine: tuple[int, ...], theirs: tuple[int, ...], me: int, them: in
 # Two programs that stand in one function.
 
 
-def _parted(mine: Sequence[Stand], theirs: Sequence[Stand], me: int, other: int) -> Cause | None:
+def _parted(
+    mine: Sequence[Stand], theirs: Sequence[Stand], me: int, other: int, counts: Mapping[int, Counts] | None
+) -> Cause | None:
     a, b = mine[0], theirs[0]
     common = 0
     for x, y in zip(a.around, b.around):
         if (x.line, x.column) != (y.line, y.column):
             break
+        if x.arm != y.arm and x.text.startswith(("try", "else", "except")):
+            return None  # an error led one of them elsewhere
         if x.arm != y.arm:
-            return _two_sides(a, b, x, me, other)
+            return _two_sides(a, b, x, me, other, counts)
         common += 1
     loops = sum(branch.kind == "loop" for branch in a.around[:common])
     ahead = _ahead(a.rounds[:loops], b.rounds[:loops])
@@ -137,7 +159,8 @@ def _parted(mine: Sequence[Stand], theirs: Sequence[Stand], me: int, other: int)
         inside = [bool(a.around[common:]), bool(b.around[common:])]
         if inside[0] == inside[1]:
             return None
-        return _skipped(mine, common, False, [other]) if inside[0] else _skipped(theirs, common, False, [me])
+        late, who = (mine, (me, other)) if inside[0] else (theirs, (other, me))
+        return _skipped(late, common, False, *who, counts)
     if ahead == 0:
         ahead = 1 if (a.at.line, a.at.column) < (b.at.line, b.at.column) else -1
         rounds = False
@@ -146,7 +169,8 @@ def _parted(mine: Sequence[Stand], theirs: Sequence[Stand], me: int, other: int)
         common = 0  # whatever is in the loop may have kept it from the call in an earlier round
         at = next(n for n, (x, y) in enumerate(zip(a.rounds, b.rounds)) if x != y)
         common = _loops(a)[at] + 1
-    return _skipped(mine, common, rounds, [other]) if ahead > 0 else _skipped(theirs, common, rounds, [me])
+    late, who = (mine, (me, other)) if ahead > 0 else (theirs, (other, me))
+    return _skipped(late, common, rounds, *who, counts)
 
 
 def _ahead(mine: Sequence[object], theirs: Sequence[object]) -> int | None:
@@ -163,12 +187,14 @@ def _loops(stand: Stand) -> list[int]:
     return [i for i, branch in enumerate(stand.around) if branch.kind == "loop"]
 
 
-def _skipped(stack: Sequence[Stand], common: int, rounds: bool, who: Sequence[int]) -> Cause | None:
-    """Ranks went past the call at which a stack stands: what kept them from it.
+def _skipped(
+    stack: Sequence[Stand], common: int, rounds: bool, me: int, other: int, counts: Mapping[int, Counts] | None
+) -> Cause | None:
+    """Another rank went past the call at which this one stands: what kept it from it.
 
     Args:
-        common: how many branches of its outermost frame they are in, too.
-        rounds: whether they are in a later round of the innermost of those.
+        common: how many branches of its outermost frame both are in.
+        rounds: whether the other is in a later round of the innermost of those.
     """
     here = stack[0]
     found = [(here, branch) for branch in here.around[common:]]
@@ -178,93 +204,31 @@ def _skipped(stack: Sequence[Stand], common: int, rounds: bool, who: Sequence[in
         if e.binds >= common or (rounds and e.binds == common - 1 and e.text == "continue")
     ]
     found += [(stand, branch) for stand in stack[1:] for branch in (*stand.around, *stand.exits)]
-    return _choose(found, stack, who)
+    return choose(found, stack, me, [other], _even(counts, me, other, stack[-1]))
 
 
-def _two_sides(a: Stand, b: Stand, branch: Branch, me: int, other: int) -> Cause | None:
+def _even(counts: Mapping[int, Counts] | None, me: int, other: int, *at: Stand) -> bool:
+    """Whether two ranks had called as often from where some stand: else they were apart before, and nobody noticed."""
+    return counts is None or not behind(counts, me, other, {line for stand in at for line in call_lines(stand)})[0]
+
+
+def _two_sides(
+    a: Stand, b: Stand, branch: Branch, me: int, other: int, counts: Mapping[int, Counts] | None
+) -> Cause | None:
     """The ranks stand on different sides of one condition."""
-    mine, theirs = _calls(a, branch, a.at), _calls(b, branch, b.at)
+    mine, theirs = calls_on(a, branch, a.at), calls_on(b, branch, b.at)
     where = f"{os.path.basename(a.file)}:{branch.line}"
-    if mine != theirs and sorted(mine) == sorted(theirs):
+    hidden = any(may_be_done_elsewhere(x) for stand in (a, b) for x in stand.around if x[:3] == branch[:3])
+    hidden |= not _even(counts, me, other, a, b)
+    if mine != theirs and sorted(mine) == sorted(theirs) and not hidden:
         text = f"the sides of `{branch.text}` (line {branch.line}) call the same, but in another order"
-        return Cause("order", where, f"{text}: {_some(mine)} on rank {me}, {_some(theirs)} on rank {other}")
-    if mine and _callees(mine) == _callees(theirs):
+        return Cause("order", where, f"{text}: {some(mine)} on rank {me}, {some(theirs)} on rank {other}")
+    if mine and callees(mine) == callees(theirs):
         return None  # both sides do their part: something inside of them does not
     differ = ": the sides do not call the same" if mine != theirs else ""
     return Cause(
-        "branch",
-        where,
+        "possible" if hidden else "branch",
+        "" if hidden else where,
         f"rank {me} stands on one side of `{branch.text}` (line {branch.line}), at line {a.at.line}, and rank {other} "
         f"on the other, at line {b.at.line}{differ}",
     )
-
-
-def _alike_on_both_sides(stand: Stand, branch: Branch) -> bool:
-    """Whether a condition lets every rank call the same, whichever side it takes."""
-    if branch.kind != "branch" or branch.arm not in ("body", "orelse"):
-        return False
-    sides = [_callees(_calls(stand, branch, stand.at, arm)) for arm in ("body", "orelse")]
-    return bool(sides[0]) and sides[0] == sides[1]
-
-
-def _calls(stand: Stand, branch: Branch, at: Position, arm: str = "") -> list[str]:
-    """The communications on one side of a condition around a position, as written, in order: on its own side, or a given one."""
-    tree = tree_of(stand.file)
-    for node, name, index, _ in path_to(tree, at) if tree is not None else []:
-        if isinstance(node, (ast.If, ast.IfExp, ast.Match)) and (node.lineno, node.col_offset) == branch[1:3]:
-            side = getattr(node, arm or name)
-            parts = side[index].body if name == "cases" else side if isinstance(side, list) else [side]
-            calls = [n for part in parts for n in ast.walk(part) if isinstance(n, ast.Call)]
-            calls = [n for n in calls if isinstance(n.func, ast.Attribute) and n.func.attr in COLLECTIVES]
-            return [ast.unparse(n) for n in sorted(calls, key=lambda n: (n.lineno, n.col_offset))]
-    return []
-
-
-def _callees(calls: Sequence[str]) -> list[str]:
-    return [call.partition("(")[0] for call in calls]
-
-
-def _some(calls: Sequence[str]) -> str:
-    shown = [c if len(c) <= 40 else c[:36] + " ..." for c in calls[:3]]
-    return ", ".join(shown) + (", ..." if len(calls) > 3 else "")
-
-
-def _choose(found: Sequence[tuple[Stand, Branch]], stack: Sequence[Stand], who: Sequence[int]) -> Cause | None:
-    """The one condition that depends on the rank; where there are several, or none that surely does, none is the likely one."""
-    found = [(stand, branch) for stand, branch in found if not _alike_on_both_sides(stand, branch)]
-    sure = [pair for pair in found if pair[1].on_rank]
-    if len(sure) != 1:
-        open_ = sure or [pair for pair in found if not pair[1].constant]
-        if not open_:
-            return None
-        listed = [f"`{_words(b)}` ({os.path.basename(s.file)}:{b.line})" for s, b in open_[:4]]
-        more = f" and {len(open_) - 4} more" if len(open_) > 4 else ""
-        return Cause("possible", "", f"whether a rank comes to {stack[-1].line} depends on {', '.join(listed)}{more}")
-    stand, branch = sure[0]
-    where = f"{os.path.basename(stand.file)}:{branch.line}"
-    them = ranks_words(list(who))
-    if branch.kind == "exit":
-        return Cause(
-            "exit",
-            where,
-            f"`{branch.text}` in line {branch.line}, under `{branch.inside}`, by which {them} left before {stand.line}",
-        )
-    if branch.kind == "loop":
-        text = (
-            f"{stand.line} stands in the loop `{branch.text}` (line {branch.line}), of which {them} made fewer rounds"
-        )
-        return Cause("loop", where, text)
-    side = f"the {_side(branch)} of " if branch.arm != "body" else ""
-    return Cause(
-        "branch",
-        where,
-        f"{stand.line} stands inside {side}`{branch.text}` (line {branch.line}), where {them} did not come",
-    )
-
-
-def _side(branch: Branch) -> str:
-    return "else" if branch.arm == "orelse" else "rest" if branch.arm.startswith("value") else branch.arm
-
-
-def _words(branch: Branch) -> str:
-    return f"{branch.text}, under {branch.inside}" if branch.kind == "exit" else branch.text

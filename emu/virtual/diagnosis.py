@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -12,17 +12,18 @@ import torch
 from emu.spmd.calls import Call
 from emu.spmd.errors import Deadlock, EmuError, RankLeft
 from emu.spmd.waits import Wait, WaitGraph, circle_of, ranks_words
-from emu.virtual.causes import Cause, of_circle, of_left, of_two
+from emu.virtual.causes import Cause, Counts, before, of_circle, of_left, of_two
 from emu.virtual.stands import Stand, line_only, standing, stands
 
 if TYPE_CHECKING:
+    from emu.virtual.rendezvous import Meeting
     from emu.virtual.thread import Thread
 
 MOST_STANDS = 32  # ranks of a circle whose programs are looked at
 
 
-def deadlock(threads: dict[int, Thread]) -> EmuError:
-    """Nobody can go on: who waits for whom, and in what."""
+def deadlock(threads: dict[int, Thread], calls: Mapping[int, Counts]) -> EmuError:
+    """Nobody can go on: who waits for whom, and in what. `calls` is what the ranks have called."""
     waits = tuple(
         Wait(t.rank, t.waiting.what, t.waiting.where, tuple(t.waiting.missing()))
         for t in threads.values()
@@ -38,7 +39,8 @@ def deadlock(threads: dict[int, Thread]) -> EmuError:
     if left:
         graph = WaitGraph(waits, tuple(left))
         first = next(wait for wait in waits if any(r in left for r in wait.waits_for))
-        cause = _told(lambda: of_left(stand(first), [r for r in first.waits_for if r in left]))
+        gone = [r for r in first.waits_for if r in left]
+        cause = _told(lambda: of_left(stand(first), first, gone, calls))
         return RankLeft(
             f"deadlock: {ranks_words(left)} finished while others still wait for it\n{graph}{cause or ''}",
             "every rank must call every collective of its groups: give the short rank an empty batch instead of none",
@@ -51,7 +53,7 @@ def deadlock(threads: dict[int, Thread]) -> EmuError:
     graph = WaitGraph(waits, (), circle_of(waits))
     by_rank = {wait.rank: wait for wait in waits}
     circle = [by_rank[rank] for rank in graph.circle]
-    cause = _told(lambda: of_circle(circle, {w.rank: stand(w) for w in circle[:MOST_STANDS]}))
+    cause = _told(lambda: of_circle(circle, {w.rank: stand(w) for w in circle[:MOST_STANDS]}, calls))
     return Deadlock(
         f"deadlock: no rank can go on\n{graph}{cause or ''}",
         "let both sides call the same collective in the same order; post sends and receives of a pair together "
@@ -64,13 +66,16 @@ def deadlock(threads: dict[int, Thread]) -> EmuError:
     )
 
 
-def parted(me: int, line: str, them: int, their_line: str, thread: Thread, item: object) -> Cause | None:
+def parted(
+    me: int, line: str, them: int, their_line: str, thread: Thread, item: Meeting, calls: Mapping[int, Counts]
+) -> Cause | None:
     """Why this rank came to another call than another, which came first.
 
     Args:
         line, their_line: where the two called.
         thread: the other's; it may have gone on since, if it called asynchronously.
         item: the meeting in which they differ.
+        calls: what the ranks have called, by rank.
     """
     worker = thread.worker
     waits = thread.waiting is not None and thread.waiting.item is item
@@ -80,7 +85,9 @@ def parted(me: int, line: str, them: int, their_line: str, thread: Thread, item:
         mine = stands(sys._getframe())
         if theirs and theirs[-1].at.column < 0:  # only its line is known
             mine = mine[-1:]
-        return of_two(mine, theirs, me, them)
+        at = {me: line, them: their_line}
+        counts = {rank: before(calls.get(rank, {}), item.group.label, where) for rank, where in at.items()}
+        return of_two(mine, theirs, me, them, counts if waits else None)
 
     return _told(find)
 
@@ -105,7 +112,7 @@ def left_open(communications: Sequence[tuple[str, str, list[int], list[int]]]) -
     more = [f"  ... and {len(lines) - 16} more"] * (len(lines) > 16)
     finished = sorted({rank for *_, gone in communications for rank in gone})
     waits = tuple(Wait(rank, what, line, tuple(gone)) for what, line, here, gone in communications for rank in here)
-    cause = _told(lambda: of_left(line_only(communications[0][1]), communications[0][3]))
+    cause = _told(lambda: of_left(line_only(communications[0][1]), waits[0], communications[0][3]))
     return RankLeft(
         "the program has ended, but communications that it started never took place\n"
         + "\n".join(lines[:16] + more)

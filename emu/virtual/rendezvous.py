@@ -6,8 +6,9 @@ moves before all have arrived and agree.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -70,7 +71,8 @@ class Rendezvous:
         self._halves: dict[tuple[Any, int, int], tuple[deque[Half], deque[Half]]] = {}
         self._presents: dict[Any, list[int]] = {}
         self._words: dict[tuple[Any, int, int], deque[list[int]]] = {}
-        scheduler.describe = deadlock
+        self._calls: defaultdict[int, Counter[Any]] = defaultdict(Counter)  # of each rank, from which lines, by group
+        scheduler.describe = partial(deadlock, calls=self._calls)
 
     def join(self, group: Group, seq: int, call: Call, line: str) -> Meeting:
         """Adds a rank's call to the seq-th collective of its group; the last one carries it out.
@@ -78,6 +80,7 @@ class Rendezvous:
         Raises:
             CollectiveMismatch: it does not agree with what another member called.
         """
+        self._calls[group.members[group.rank]][group.key, line.partition(" ")[0]] += 1
         key = (group.key, seq)
         meeting = self._meetings.get(key)
         if meeting is None:
@@ -209,7 +212,7 @@ class Rendezvous:
         for field, value in mine.items():
             if value != theirs.get(field):
                 what = f"{group.label}.{call.kind}" if call.kind == other.kind else f"group {group.label!r}"
-                cause = parted(me, line, them, meeting.lines[i], self.scheduler.threads[them], meeting)
+                cause = parted(me, line, them, meeting.lines[i], self.scheduler.threads[them], meeting, self._calls)
                 if cause is None and field == "shape":
                     cause = of_lengths(mine["shape"], theirs["shape"], group.rank, i, group.size)
                 raise CollectiveMismatch(
@@ -253,9 +256,8 @@ class Rendezvous:
         open_: list[tuple[str, str, list[int], list[int]]] = []
         for meeting in self._meetings.values():
             i, call = next(iter(meeting.calls.items()))
-            here = [meeting.group.members[j] for j in meeting.calls]
             what = f"{meeting.group.label}.{call.kind} number {meeting.seq}"
-            open_.append((what, meeting.lines[i], here, meeting.missing()))
+            open_.append((what, meeting.lines[i], [meeting.group.members[j] for j in meeting.calls], meeting.missing()))
         for (key, *_), queues in self._halves.items():
             for half in (*queues[0], *queues[1]):
                 toward = "to" if half.message.kind == "send" else "from"

@@ -81,7 +81,7 @@ def test_a_ring_of_many_is_two_lines_and_a_circle():
         rf"  rank 31 waits in world.send number 0 to rank 0 of float32\[2\] \({where}\) for rank 0", waits[1]
     )
     assert circle == "  a circle: 0 -> 1 -> 2 -> 3 -> ... -> 31 -> 0 (32 ranks)"
-    assert error.cause.kind == "messages" and "sends first" in error.cause.text
+    assert error.cause.kind == "messages" and "stands in a send" in error.cause.text
 
 
 def test_a_thousand_ranks_are_few_lines():
@@ -142,7 +142,11 @@ def test_a_mismatch_names_both_call_sites_and_the_branch():
 
 def test_a_batch_that_does_not_divide():
     error = failing(lambda rank: rank.group().all_reduce(torch.arange(10.0)[rank.id :: 3]), kind=CollectiveMismatch)
-    assert error.cause.kind == "lengths" and "dim 0 is 4 here and 3 there" in str(error)
+    assert (
+        error.cause.kind == "lengths"
+        and "possible cause: a length" in str(error)
+        and "dim 0 is 4 here and 3 there" in str(error)
+    )
 
 
 @pytest.mark.parametrize("sizes", [(3, 4, 4), (4, 2, 2), (4, 4, 5)], ids=str)
@@ -197,7 +201,7 @@ def test_who_sends_first_on_both_sides():
         group.send(ones(2), other)
 
     error = failing(program, 2, Deadlock)
-    assert error.cause.kind == "messages" and "receives first" in error.cause.text
+    assert error.cause.kind == "messages" and "stands in a recv" in error.cause.text
 
 
 def test_groups_entered_in_another_order():
@@ -241,15 +245,18 @@ def test_a_condition_that_a_helper_was_given():
 
 
 def test_where_several_conditions_could_be_it_none_is_called_the_cause():
+    few = [5]
+
     def program(rank):
-        if rank.id < 5:
-            for _ in range(3 - (rank.id == 2)):
+        if rank.id < few[0]:
+            for _ in [0] * (3 - (rank.id == 2)):
                 rank.group().barrier()
 
     error = failing(program, kind=RankLeft)
     assert error.cause.kind == "possible" and "likely" not in str(error)
     assert all(
-        part in str(error) for part in ("possible cause", "`if rank.id < 5:`", "`for _ in range(3 - (rank.id == 2)):`")
+        part in str(error)
+        for part in ("possible cause", "`if rank.id < few[0]:`", "`for _ in [0] * (3 - (rank.id == 2)):`")
     )
 
 
