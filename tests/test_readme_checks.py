@@ -69,3 +69,11 @@ def test_the_property_test_runs():
     assert few != text
     exec(compile(few, "README", "exec"), names)
     names["test_any_plan"]()
+
+
+def test_errors_are_where_the_readme_says():
+    section = README[README.index("## What goes wrong, goes wrong clearly") :].partition("\n### ")[0]
+    said = section[section.index("To catch them") :].partition("The cause")[0]
+    names = [name for name in re.findall(r"`(\w+)`", said) if name[0].isupper()]
+    assert len(names) == 8 and all(issubclass(getattr(emu.spmd, name), emu.EmuError) for name in names)
+    assert issubclass(emu.spmd.RankLeft, emu.spmd.Deadlock)
