@@ -9,6 +9,7 @@ from typing import NamedTuple
 from emu.virtual.taint import CHANGES, LOOPS, targets_of
 
 NESTED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
+CHANGEABLE = (ast.List, ast.Set, ast.Dict, ast.ListComp, ast.SetComp, ast.DictComp)
 LEAVES = (ast.Break, ast.Continue, ast.Return, ast.Raise)
 
 
@@ -79,7 +80,8 @@ def _bound(node: ast.AST, around: tuple[ast.AST, ...]) -> Iterator[tuple[str, Bi
 
 def _assigned(target: ast.expr, value: ast.expr | None, around: tuple[ast.AST, ...]) -> Iterator[tuple[str, Binding]]:
     if isinstance(target, ast.Name):
-        yield target.id, Binding("assign" if value is not None else "other", value, around)
+        known = value is not None and not isinstance(value, CHANGEABLE)  # whoever is given a list may change it
+        yield target.id, Binding("assign" if known else "other", value, around)
     elif (
         isinstance(target, (ast.Tuple, ast.List))
         and isinstance(value, (ast.Tuple, ast.List))

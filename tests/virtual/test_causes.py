@@ -181,6 +181,22 @@ def test_one_condition_for_each_of_two_ranks_is_none_for_both():
     assert error.cause.kind == "possible" and all(f"rank.id == {n}:" in str(error) for n in (1, 2))
 
 
+def test_a_list_that_a_function_shortens_is_not_taken_as_written():
+    def program(rank):
+        pieces = [1, 2, 3]
+
+        def shorten():
+            pieces.pop()
+
+        if rank.id:
+            shorten()
+        for _ in pieces:
+            rank.group().barrier()
+
+    error = failing(program)
+    assert error.cause.kind == "possible" and "`for _ in pieces:`" in str(error)
+
+
 # What is worked out for the rank outweighs what is not known.
 
 
