@@ -535,8 +535,11 @@ def readme(tmp_path: Path) -> Path:
         "mine",
         "long",
         "steps",
+        "unnoticed",  # this and what follows: tests/test_readme_checks.py
+        "wrong",
+        "scheme",
     )
-    assert len(blocks) == len(names)  # each is run below
+    assert len(blocks) == len(names)  # each is run below, or there
     for name, block in zip(names, blocks):
         (tmp_path / f"{name}.py").write_text(block.replace("dp=8", "dp=2") if name == "program" else block)
     return tmp_path
