@@ -294,15 +294,17 @@ ALL = (0, 1, 2)
         ([[A, C], [A, B], [B, C]], set()),
         ([[ALL, A, C], [ALL, A, B], [ALL, B, C]], set()),
         ([[ALL, A, C], [ALL, B, A], [C, ALL, B]], {0, 2}),
+        ([[(0, 2), A], [A, (1, 3)], [(2, 3), (0, 2)], [(1, 3), (2, 3)]], {0, 1, 2, 3}),  # the circle is 0, 1, 3, 2
     ],
 )
 def test_ranks_that_issue_the_collectives_they_share_in_different_orders(orders, ranks):
-    mesh = emu.Mesh(dp=3)
+    mesh = emu.Mesh(dp=len(orders))
     emu.launch(in_orders, mesh, args=(orders,))  # which passes
     found = emu.hazards(in_orders, mesh, args=(orders,)).found
     assert {hazard.kind for hazard in found} <= {"opposite order"}
     assert {rank for hazard in found for rank in hazard.ranks} >= ranks and bool(found) is bool(ranks)
     for hazard in found:
+        assert list(hazard.ranks) == sorted(hazard.ranks)
         assert f"rank {hazard.ranks[1]} calls" in hazard.cure and "in one order on all ranks" in hazard.cure
 
 

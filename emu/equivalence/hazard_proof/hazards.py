@@ -111,7 +111,7 @@ def _crossing(circle: list[tuple[Call, Call]]) -> Hazard:
         f"issue them in one order on all ranks: {told}. A device without room for both at once carries out the one that "
         "was issued first, and the ranks wait for each other for ever"
     )
-    ranks = tuple(dict.fromkeys(a.rank for a, _ in circle))
+    ranks = tuple(sorted({a.rank for a, _ in circle}))
     return Hazard("opposite order", first.rank, 0, "", "", one, two, cure, ranks)
 
 
