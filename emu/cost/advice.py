@@ -20,6 +20,8 @@ from emu.trace.units import bytes_text, count_text, percent_text, ranks_text, ti
 
 WORTH = 0.02  # of the step, or of the peak memory: what gains less is not worth a change
 FASTER = {"tf32": "TF32", "bfloat16": "bfloat16", "float16": "float16"}  # what tensor cores compute in
+ONE_NUMBER = 8  # bytes: a metric, not gradients
+LEAST_REDUCED = 8  # bytes of optimizer states to one of gradients, at most: Adam's, with a copy of the weights, have 6
 DELIBERATE = ("synchronize", "event")  # waits of the host that the program asks for
 
 
@@ -59,6 +61,8 @@ def advise(timeline: Timeline, memory: Memory | None = None) -> list[Advice]:
         timeline: a priced run. It is priced again for each change that its trace gives reason for.
         memory: its memory over time; None where it was not recorded.
     """
+    if timeline.step_time_s <= 0:
+        return []  # nothing ran
     found = [*_products(timeline), *_collectives(timeline), *_host_waits(timeline), *_means(timeline.trace)]
     if memory is not None:
         found += _optimizer(timeline.trace, memory)
@@ -169,16 +173,18 @@ def _means(trace: Trace) -> list[Advice]:
     work = {rank: _tokens(events) for rank, events in trace.events.items()}
     for rank, events in trace.events.items():
         for e in events:
-            if not isinstance(e, Collective) or e.op != "avg" or not _over_data(e, trace):
+            if not isinstance(e, Collective) or e.op != "avg" or e.bytes <= ONE_NUMBER or not _over_data(e, trace):
                 continue
-            shares = {m: work[m] for m in e.members if m in work}
-            if len(set(shares.values())) > 1 and all(shares.values()):
+            shares = {m: sum(work[m]) for m in e.members if m in work}
+            alike = len({len(work[m]) for m in shares}) == 1  # else some rank computed something more, for itself
+            if alike and len(set(shares.values())) > 1 and all(shares.values()):
                 few, many = min(shares, key=shares.__getitem__), max(shares, key=shares.__getitem__)
                 return [
                     Advice(
                         "uneven means",
                         f'op="avg" weighs ranks alike, but rank {few} had {percent_text(shares[few] / shares[many])} of the '
-                        f"work of rank {many}: a mean of means, where the mean over all tokens belongs",
+                        f"work of rank {many}: unless the program weighs their parts itself, that is a mean of means, where the "
+                        "mean over all tokens belongs",
                         f"{e.group}.{e.kind}" + (f" {e.name!r}" if e.name else f" number {e.seq} of rank {rank}"),
                         'sum losses and gradients (op="sum"), and divide once by the number of tokens of all ranks',
                     )
@@ -192,9 +198,9 @@ def _over_data(event: Collective, trace: Trace) -> bool:
     return event.kind in ("all_reduce", "reduce", "reduce_scatter") and set(axes) <= {"dp", "cp"} and bool(axes)
 
 
-def _tokens(events: Sequence[Event]) -> int:
-    """Work of plain products in forward, which grows with tokens alone; that of attention grows with their square."""
-    return sum(e.flops for e in events if isinstance(e, Kernel) and e.phase == "forward" and e.dims and e.dims[0] == 1)
+def _tokens(events: Sequence[Event]) -> list[int]:
+    """Work of each plain product in forward: it grows with tokens alone; that of attention grows with their square."""
+    return [e.flops for e in events if isinstance(e, Kernel) and e.phase == "forward" and e.dims and e.dims[0] == 1]
 
 
 def _optimizer(trace: Trace, memory: Memory) -> list[Advice]:
@@ -206,6 +212,9 @@ def _optimizer(trace: Trace, memory: Memory) -> list[Advice]:
     held = {rank: memory.at_peak(rank).get("optimizer", 0) for rank in trace.ranks}
     most = max(held, key=held.__getitem__)
     saved = held[most] * (size - 1) // size
+    reduced = sum(e.bytes for e in trace.events[most] if isinstance(e, Collective) and e.kind == "all_reduce")
+    if reduced * LEAST_REDUCED < held[most]:
+        return []  # not the gradients of what they keep: every rank may have a model of its own
     if not saved or saved < 5 * WORTH * memory.peak_bytes(most):
         return []
     same = [rank for rank in trace.ranks if held[rank] == held[most]]

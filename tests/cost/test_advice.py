@@ -168,24 +168,38 @@ def test_control_host_waits_that_cost_nothing_or_are_meant(events):
     "op, work, axes", [("sum", 2.0, "dp"), ("avg", 1.0, "dp"), ("avg", 2.0, "pp"), ("avg", 2.0, "tp")]
 )
 def test_control_means_that_are_right(op, work, axes):
-    trace = {r: [product(0.5 * (work if r else 1)), collective(range(2), 0, 8, 0, op=op, group=axes)] for r in range(2)}
+    trace = {
+        r: [product(0.5 * (work if r else 1)), collective(range(2), 0, 64, 0, op=op, group=axes)] for r in range(2)
+    }
     assert "uneven means" not in told(trace, toy_cluster(), {axes: 2})
 
 
 def test_control_attention_of_uneven_length_is_no_uneven_batch():
     scores = [product(0.1), product(0.1)._replace(dims=(4, 8, 8, 8))]
-    trace = {r: [*scores[: 1 + r], collective(range(2), 0, 8, 0, op="avg")] for r in range(2)}
+    trace = {r: [*scores[: 1 + r], collective(range(2), 0, 64, 0, op="avg")] for r in range(2)}
     assert "uneven means" not in told(trace, toy_cluster())
 
 
 def test_a_mean_over_uneven_batches():
-    trace = {r: [product(0.5 * (1 + r)), collective(range(2), 0, 8, 0, op="avg", name="w")] for r in range(2)}
+    trace = {r: [product(0.5 * (1 + r)), collective(range(2), 0, 64, 0, op="avg", name="w")] for r in range(2)}
     advice = told(trace, toy_cluster())["uneven means"]
     assert (
         "rank 0 had 50.0 % of the work of rank 1" in advice.what
         and advice.where == "dp.all_reduce 'w'"
         and advice.gain is None
     )
+
+
+def test_control_a_metric_and_a_rank_that_computes_more_for_itself(monkeypatch):
+    metric = {r: [product(0.5 * (1 + r)), collective(range(2), 0, 8, 0, op="avg")] for r in range(2)}
+    more = {r: [*[product(0.5)] * (1 + r), collective(range(2), 0, 64, 0, op="avg")] for r in range(2)}
+    assert "uneven means" not in told(metric, toy_cluster()) and "uneven means" not in told(more, toy_cluster())
+    monkeypatch.setattr("emu.cost.advice.ONE_NUMBER", 0)
+    assert "uneven means" in told(metric, toy_cluster())
+
+
+def test_a_run_of_nothing_needs_no_advice():
+    assert emu.launch(lambda rank: None, emu.Mesh(dp=2)).advice() == []
 
 
 # Whole runs.
@@ -238,6 +252,20 @@ def with_zero(rank, zero):
 def test_only_who_shards_nothing_is_told_to_shard(zero):
     run = emu.launch(with_zero, emu.Mesh(dp=2), args=(zero,))
     assert ("replicated optimizer" in kinds(run)) is (zero == 0)
+
+
+def test_control_ranks_with_models_of_their_own_keep_no_replicas(monkeypatch):
+    def program(rank):
+        model = torch.nn.Linear(64, 64)
+        adam = torch.optim.Adam(model.parameters())
+        loss = model(torch.ones(8, 64)).square().sum()
+        loss.backward()
+        rank.group("dp").all_reduce(loss.detach())
+        adam.step()
+
+    assert "replicated optimizer" not in kinds(emu.launch(program, emu.Mesh(dp=2)))
+    monkeypatch.setattr("emu.cost.advice.LEAST_REDUCED", 1e9)
+    assert "replicated optimizer" in kinds(emu.launch(program, emu.Mesh(dp=2)))
 
 
 def test_means_of_uneven_batches_in_a_run():
