@@ -171,6 +171,49 @@ def test_rows_that_no_rank_takes_are_missed_where_they_were_left_out():
     assert found.op == "sum" and "all ranks together have only a part since mm" in found.says
 
 
+def test_a_bound_that_bounds_nothing_is_told_and_not_what_comes_after():
+    def program(rank):
+        top = rank.group("dp").all_reduce(X.abs().amax(), op="sum")  # thrice the bound
+        return {"y": torch.minimum(X, top / 2).sum(0)}
+
+    def reference():
+        return {"y": torch.minimum(X, X.abs().amax() / 2).sum(0)}
+
+    found = emu.check(program, emu.Mesh(dp=3), reference, mutants="none", tier="float64").divergence
+    assert found.op.startswith("all_reduce") and found.line.endswith(f":{line_of('thrice the bound')}"), found.says
+
+
+def test_a_wrong_sign_is_told_as_one():
+    found = emu.check(
+        lambda rank: {"y": (X @ W).neg()}, emu.Mesh(dp=2), lambda: {"y": X @ W}, mutants="none"
+    ).divergence
+    assert found.op == "neg" and "it is -1 times what is there" in found.says
+
+
+def test_numbers_that_always_come_out_right_clear_nobody():
+    """A loss function counts its labels, whatever it is given: its count is right, and what it was given is not."""
+
+    def program(rank):
+        x, w, _ = data()
+        return {"loss": F.cross_entropy(x @ w + 1 * x, LABELS, reduction="sum")}
+
+    def reference():
+        x, w, _ = data()
+        return {"loss": F.cross_entropy(x @ w, LABELS, reduction="sum")}
+
+    assert emu.check(program, emu.Mesh(dp=2), reference, mutants="none").divergence.op == "add"
+
+
+def test_what_it_is_divided_by_does_not_hide_what_a_part_of_a_sum_was_made_by():
+    def program(rank):
+        dp = rank.group("dp")
+        part = (X.chunk(2)[dp.rank] @ W).sum(0)  # the part
+        return {"y": part / torch.tensor(8.0)}
+
+    found = emu.check(program, emu.Mesh(dp=2), lambda: {"y": (X @ W).sum(0) / 8}, mutants="none").divergence
+    assert f"made by sum (test_bisection_told.py:{line_of('the part')})" in found.says
+
+
 @pytest.mark.parametrize("value", [True, "text", 2**60, 2**70, 3, 2.5, None])
 def test_results_that_are_no_tensors_are_compared(value):
     other = {True: False, "text": "other", 2**60: 2**60 + 1, 2**70: 2**70 + 1, 3: 4, 2.5: 2.25, None: 1}[value]
