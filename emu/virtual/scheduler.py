@@ -213,7 +213,9 @@ class Scheduler:
             thread.waiting = waiting
             raise self.describe(self.threads)
         if self._runnable and not torch.is_autocast_enabled("cpu"):
-            following = self._runnable.pop(0)  # in turn, whoever is behind in time, or two that ask would starve a third
+            following = self._runnable.pop(
+                0
+            )  # in turn, whoever is behind in time, or two that ask would starve a third
             self.threads[following].queued = False
             self._queue(thread)
             self._switch(thread, following)
