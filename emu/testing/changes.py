@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, get_args
 
 from emu.testing.grammar.written import Statement, WrittenProgram
 
@@ -22,17 +22,7 @@ Change = Literal[
     "wrong split",
     "wrong op",
 ]
-CHANGES: tuple[Change, ...] = (
-    "dropped",
-    "doubled",
-    "re-ordered",
-    "mis-scaled",
-    "wrong group",
-    "missing wait",
-    "wrong root",
-    "wrong split",
-    "wrong op",
-)
+CHANGES: tuple[Change, ...] = get_args(Change)
 TWINS = {
     "copy_to": "reduce_from",
     "reduce_from": "copy_to",
