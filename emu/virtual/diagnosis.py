@@ -12,8 +12,8 @@ import torch
 from emu.spmd.calls import Call
 from emu.spmd.errors import Deadlock, EmuError, RankLeft
 from emu.spmd.waits import Wait, WaitGraph, circle_of, ranks_words
-from emu.virtual.causes import Cause, Counts, before, of_circle, of_left, of_two
-from emu.virtual.stands import Stand, line_only, standing, stands
+from emu.virtual.causes.likely import Cause, Counts, before, of_circle, of_left, of_two
+from emu.virtual.causes.stands import Stand, line_only, standing, stands
 
 if TYPE_CHECKING:
     from emu.virtual.rendezvous import Meeting

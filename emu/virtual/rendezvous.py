@@ -15,7 +15,7 @@ import torch
 
 from emu.spmd.calls import Call, Message
 from emu.spmd.errors import CollectiveMismatch, DataDependent
-from emu.virtual.causes import Cause, of_lengths
+from emu.virtual.causes.likely import Cause, of_lengths
 from emu.virtual.diagnosis import called, cure, deadlock, described, left_open, named, parted
 from emu.virtual.lines import user_line
 from emu.virtual.maths import carry_out, cuts_of

@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from emu.spmd import EmuError, Mesh
-from emu.virtual import branches, causes, diagnosis, stands, weighing
+from emu.virtual import diagnosis
+from emu.virtual.causes import branches, stands, weighing
+from emu.virtual.causes import likely as causes
+from emu.virtual.causes.scopes import Scope
 from emu.virtual.launch import run_virtual
-from emu.virtual.scopes import Scope
 
 ones = torch.ones
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from emu.spmd import Mesh
 from emu.spmd.rank import Rank
+from emu.virtual.causes.scopes import Scope
+from emu.virtual.causes.workings import Unknown
 from emu.virtual.launch import run_virtual
-from emu.virtual.scopes import Scope
-from emu.virtual.workings import Unknown
 
 RANKS = 3
 OPERATORS = ("+", "-", "*", "//", "%", "<", "==", "and", "or", "in")

@@ -13,10 +13,10 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from emu.spmd.waits import Wait
-from emu.virtual.branches import Branch
-from emu.virtual.sides import MESSAGES, call_lines, callees, calls_on, may_be_done_elsewhere, some
-from emu.virtual.stands import Stand
-from emu.virtual.weighing import Cause, choose
+from emu.virtual.causes.branches import Branch
+from emu.virtual.causes.sides import MESSAGES, call_lines, callees, calls_on, may_be_done_elsewhere, some
+from emu.virtual.causes.stands import Stand
+from emu.virtual.causes.weighing import Cause, choose
 
 Counts = Mapping[tuple[Any, str], int]  # how often a rank called, by the group's key and the line "file.py:12"
 

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from emu.spmd.waits import ranks_words
-from emu.virtual.branches import Branch, Position, branches_around, tree_of
-from emu.virtual.scopes import Scope
-from emu.virtual.sides import COLLECTIVES, MESSAGES, alike_on_both_sides, may_be_done_elsewhere
-from emu.virtual.stands import Stand
-from emu.virtual.workings import Unknown
+from emu.virtual.causes.branches import Branch, Position, branches_around, tree_of
+from emu.virtual.causes.scopes import Scope
+from emu.virtual.causes.sides import COLLECTIVES, MESSAGES, alike_on_both_sides, may_be_done_elsewhere
+from emu.virtual.causes.stands import Stand
+from emu.virtual.causes.workings import Unknown
 
 
 class Cause(NamedTuple):

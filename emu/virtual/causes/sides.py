@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import torch
 
-from emu.virtual.branches import Branch, Position, path_to, tree_of
-from emu.virtual.stands import Stand
+from emu.virtual.causes.branches import Branch, Position, path_to, tree_of
+from emu.virtual.causes.stands import Stand
 
 MESSAGES = ("send", "recv", "exchange")
 COLLECTIVES = (

@@ -12,9 +12,9 @@ from typing import Any
 
 from emu.spmd.group import Group
 from emu.spmd.rank import Rank
-from emu.virtual.bindings import Binding, bindings_in, leaves_early
-from emu.virtual.taint import LOOPS
-from emu.virtual.workings import BUILTINS, PLAIN, Unknown, work_out
+from emu.virtual.causes.bindings import Binding, bindings_in, leaves_early
+from emu.virtual.causes.taint import LOOPS
+from emu.virtual.causes.workings import BUILTINS, PLAIN, Unknown, work_out
 
 MAKES = ("ones", "zeros", "empty", "full", "rand", "randn", "arange", "eye")  # tensors of a shape that is stated
 SHAPES = ("numel", "dim", "size", "nelement")  # methods that read a shape

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 from emu.spmd.group import Group
 from emu.spmd.rank import Rank
-from emu.virtual.branches import FUNCTIONS, Branch, Position, branches_around, function_in, path_to, tree_of
+from emu.virtual.causes.branches import FUNCTIONS, Branch, Position, branches_around, function_in, path_to, tree_of
+from emu.virtual.causes.scopes import Scope
+from emu.virtual.causes.taint import depends, ranks_names
 from emu.virtual.lines import path_of, user_frame
-from emu.virtual.scopes import Scope
-from emu.virtual.taint import depends, ranks_names
 
 ALWAYS = ("forward", "<listcomp>", "<setcomp>", "<dictcomp>")  # whoever calls, a module's forward is run
 
