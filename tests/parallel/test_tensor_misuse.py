@@ -203,13 +203,13 @@ def test_data_parallelism_must_be_told_of_the_cut():
     ("fields", "field", "nearest"),
     [
         ({"mesh": "dp=4", "ep": 3}, "ep", 2),
-        ({"mesh": "dp=2,tp=2", "ep": 2, "etp": 4}, "ep", 4),
+        ({"mesh": "dp=2,tp=2", "ep": 2, "etp": 4}, "ep", 1),
         ({"mesh": "dp=4,ep=2", "ep": 4}, "ep", 2),
-        ({"mesh": "dp=4", "ep": 0}, "ep", None),
-        ({"mesh": "dp=4", "etp": True}, "etp", None),
-        ({"mesh": "dp=4", "capacity": 0}, "capacity", None),
-        ({"mesh": "dp=4", "capacity": float("nan")}, "capacity", None),
-        ({"mesh": "tp=4", "sp": 1}, "sp", None),
+        ({"mesh": "dp=4", "ep": 0}, "ep", 1),
+        ({"mesh": "dp=4", "etp": True}, "etp", 1),
+        ({"mesh": "dp=4", "capacity": 0}, "capacity", 1.25),
+        ({"mesh": "dp=4", "capacity": float("nan")}, "capacity", 1.25),
+        ({"mesh": "tp=4", "sp": 1}, "sp", False),
     ],
 )
 def test_an_impossible_plan_names_its_field_and_the_nearest(fields, field, nearest):

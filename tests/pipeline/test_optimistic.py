@@ -67,7 +67,7 @@ def test_steps_in_advance_end_in_the_same_bits(schedule, dp, microbatches, clip,
     here = emu.launch(train, mesh, args=(schedule, microbatches, clip, True), order=order)
     ours, theirs = whole_results(here.results, mesh), whole_results(there.results, mesh)
     assert ours.keys() == theirs.keys() and len(ours) > 20
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours if name != "stale")
     if clip != 3.0:
         assert {result["stale"] for result in here.results} == {"2" if clip < 1 else "0"}
 
@@ -87,7 +87,7 @@ def test_a_warm_up_done_again_draws_the_same_random_numbers(schedule, dropout):
     there, here = (emu.launch(train, mesh, args=(schedule, 4, 0.3, o, config)) for o in (False, True))
     assert {result["stale"] for result in here.results} == {"2"}
     ours, theirs = whole_results(here.results, mesh), whole_results(there.results, mesh)
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs if name != "stale")
 
 
 def test_ranks_that_wait_for_what_comes_after_a_warm_up_may_not_start_again():
