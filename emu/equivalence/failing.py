@@ -56,6 +56,8 @@ def note_makers(error: Exception, program: Any, mesh: Mesh, runs: Callable[[Any,
                 told.append(f"{name} {list(tensor.shape)} was made by {last.op} ({last.line}{later})")
         if told:
             error.add_note(f"what is read at {here}: {', '.join(told[:MOST])}")  # type: ignore[attr-defined]
+    finally:
+        record.forget()
 
 
 def users_frame(error: BaseException) -> tuple[FrameType | None, int]:

@@ -128,6 +128,17 @@ class Record:
         finally:
             _here.recorder = None
 
+    def forget(self) -> None:
+        """Lets go of everything at once: it may be gigabytes, and holds on to itself in circles."""
+        for made in self.made:
+            made.inputs, made.value = [], None
+        self.made.clear()
+        self.by_kind.clear()
+        for recorder in self.recorders.values():
+            recorder.writers.clear()
+            recorder._storages.clear()
+        self.recorders.clear()
+
     def makers(self, rank: int, x: Tensor) -> list[Made]:
         """What a tensor that a rank returns was last written by; nothing if that was no op."""
         if x.layout is not torch.strided or x.untyped_storage()._cdata not in self.recorders[rank].writers:

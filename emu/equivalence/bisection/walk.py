@@ -39,15 +39,18 @@ def bisect(
         with naming():
             answers = runs(reference, alone, right, lambda scheduler: Overheard(scheduler, right))
             results = runs(program, mesh, ours, lambda scheduler: Overheard(scheduler, ours))
+        standings = Standings(ours, right, mesh)
+        goals = {name: goal for name in wrong for goal in results_of(name, answers[:1], right)}
+        found = [result for name in goals for result in results_of(name, results, ours)]
+        for find in (_crossing, emptied, unfinished):
+            if divergence := find(found, standings):
+                return divergence
+        return elsewhere(found, goals, standings, returned_at(program))
     except (TooLarge, EmuError, RuntimeError, TypeError, ValueError):
         return None
-    standings = Standings(ours, right, mesh)
-    goals = {name: goal for name in wrong for goal in results_of(name, answers[:1], right)}
-    found = [result for name in goals for result in results_of(name, results, ours)]
-    for find in (_crossing, emptied, unfinished):
-        if divergence := find(found, standings):
-            return divergence
-    return elsewhere(found, goals, standings, returned_at(program))
+    finally:
+        ours.forget()
+        right.forget()
 
 
 def _crossing(results: Sequence[Result], standings: Standings) -> Divergence | None:
