@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import lru_cache
 from itertools import product
 from math import prod
 from typing import Any
@@ -92,7 +92,7 @@ def plans(draw: st.DrawFn, max_ranks: int = 8, axes: Sequence[str] = AXES, **cho
     return plan_of(case)
 
 
-@cache
+@lru_cache(maxsize=4096)
 def _fits(case: tuple[tuple[str, Any], ...]) -> bool:
     return fits(dict(case))
 

@@ -20,6 +20,14 @@ import emu.virtual.launch as launch
 from emu.spmd import EmuError, Mesh
 from emu.virtual.launch import run_virtual
 
+
+@pytest.fixture(autouse=True)
+def what_other_tests_left_is_not_looked_through():
+    """Garbage is looked for hundreds of times here, and a process that ran thousands of tests holds a lot."""
+    gc.collect()
+    gc.freeze()
+
+
 ENDS = ("well", "fails", "deadlocks", "mismatches", "out of memory", "interrupted")
 
 
