@@ -16,7 +16,7 @@ settings.register_profile("exhaustive", deadline=None, max_examples=1000, suppre
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 torch.set_num_threads(1)
-gc.set_threshold(20_000, 20, 50)  # looking for garbage among all that is imported was a tenth of the time
+gc.set_threshold(20_000, 20, 10)  # looking for garbage among all that is imported was a tenth of the time
 
 
 def pytest_collection_finish(session):
