@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -97,10 +97,10 @@ def with_plan_flags(command: Callable[..., int]) -> Callable[..., int]:
         found = {name: options.pop(name) for name in PLAN_FLAGS}
         return command(**options, flags={name: value for name, value in found.items() if value is not None})
 
-    parameters = [p.replace(kind=kind) for p in own]
+    parameters, read = [p.replace(kind=kind) for p in own], cast(Any, called)
     # Typer reads both; what is not said last stands last in its help.
-    called.__signature__ = inspect.Signature([*parameters[:-1], *more, *parameters[-1:]])  # type: ignore[attr-defined]
-    called.__annotations__ = {p.name: p.annotation for p in (*parameters, *more)}
+    read.__signature__ = inspect.Signature([*parameters[:-1], *more, *parameters[-1:]])
+    read.__annotations__ = {p.name: p.annotation for p in (*parameters, *more)}
     return called
 
 

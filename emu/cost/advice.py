@@ -7,7 +7,7 @@ what is hidden behind other work gains nothing, and is no advice.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 from emu.cost.buckets import joined
 from emu.cost.kernels import is_attention, kernel_s
@@ -142,10 +142,10 @@ def _collectives(timeline: Timeline) -> list[Advice]:
 def _host_waits(timeline: Timeline) -> list[Advice]:
     """Values that the host reads, for which it stands still while it could launch what comes next."""
 
-    def stalls(e: Event) -> bool:
+    def stalls(e: Event) -> TypeGuard[HostWait]:
         return isinstance(e, HostWait) and not e.reason.startswith(DELIBERATE)
 
-    reasons = [e.reason for events in timeline.trace.events.values() for e in events if stalls(e)]  # type: ignore[union-attr]
+    reasons = [e.reason for events in timeline.trace.events.values() for e in events if stalls(e)]
     if not reasons:
         return []
     saved_s = _gain_s(timeline, lambda events: (e for e in events if not stalls(e)))

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from emu.equivalence.bisection.recorder import Overheard, Record, naming
 from emu.spmd import Mesh
-from emu.spmd.errors import CollectiveError, CollectiveMismatch, EmuError
+from emu.spmd.errors import CollectiveError, CollectiveMismatch, EmuError, noted
 
 TOLD = (CollectiveError, CollectiveMismatch)  # of emu's own errors, those of one line, whose tensors matter
 MOST = 3  # tensors that are told of: those that a line reads
@@ -55,7 +55,7 @@ def note_makers(error: Exception, program: Any, mesh: Mesh, runs: Callable[[Any,
                 later = f", used next at {last.next_line}" if last.next_line not in ("", here) else ""
                 told.append(f"{name} {list(tensor.shape)} was made by {last.op} ({last.line}{later})")
         if told:
-            error.add_note(f"what is read at {here}: {', '.join(told[:MOST])}")  # type: ignore[attr-defined]
+            noted(error, f"what is read at {here}: {', '.join(told[:MOST])}")
     finally:
         record.forget()
 

@@ -256,6 +256,5 @@ def _refused_as(check: Callable[[], Any], nearest: Any) -> None:
     try:
         check()
     except PlanError as error:
-        if not hasattr(error, "nearest"):
-            error.nearest = nearest  # type: ignore[attr-defined]
+        vars(error).setdefault("nearest", nearest)
         raise

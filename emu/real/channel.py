@@ -17,7 +17,7 @@ from emu.real.lines import user_line
 from emu.real.links import Links
 from emu.real.moves import move
 from emu.real.records import collective_event, ends, transfer_event
-from emu.spmd.calls import Call, Message, Work
+from emu.spmd.calls import Call, DeviceWork, Message, Work
 from emu.spmd.group import Group
 from emu.trace.events import Wait
 
@@ -148,7 +148,7 @@ class RealChannel:
             lane.close()
 
 
-class RealWork(Work):
+class RealWork(DeviceWork):
     """Collectives or messages under way on this rank."""
 
     def __init__(self, device: RealDevice, board: Board, parts: list[Any], result: Callable[[], Any]) -> None:
@@ -164,7 +164,7 @@ class RealWork(Work):
                 self._device.events.append(Wait(number, self._device.current))
         return self._result()
 
-    def first(self, many: Sequence[Sequence[Work]]) -> int:
+    def first(self, many: Sequence[Sequence[DeviceWork]]) -> int:
         """As it happens: which comes first may differ from run to run."""
         pending = FirstOf([[p for work in parts for p, *_ in cast(RealWork, work)._parts] for parts in many])
         # Who else is needed is left open: any one of them is enough, so none of them alone makes a deadlock.

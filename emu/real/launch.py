@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-from emu.spmd.errors import EmuError, MeshError
+from emu.spmd.errors import EmuError, MeshError, noted
 from emu.spmd.mesh import Mesh
 from emu.spmd.programs import check_program
 from emu.spmd.rank import Rank
@@ -108,9 +108,7 @@ def launch_real(
         device.settle_all()
         board.drain()
     except BaseException as error:
-        if hasattr(error, "add_note"):
-            error.add_note(f"raised in rank {me!r}")  # type: ignore[attr-defined]
-        error.emu_rank = rank  # type: ignore[attr-defined]
+        noted(error, f"raised in rank {me!r}", emu_rank=rank)
         board.failed(error, line_of(error))
         raise
     finally:

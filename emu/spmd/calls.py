@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -53,23 +54,30 @@ class Message:
     name: str = ""
 
 
-class Work:
+class Work(ABC):
     """A communication under way. `wait()` makes the current stream wait for it and returns its result."""
 
-    def wait(self) -> Any:
-        raise NotImplementedError
+    @abstractmethod
+    def wait(self) -> Any: ...
 
+    @abstractmethod
     def done(self) -> bool:
         """Whether every member has joined in, without waiting."""
-        raise NotImplementedError
 
-    def parts(self) -> list[Work]:
+    @abstractmethod
+    def parts(self) -> list[DeviceWork]:
         """The device's works that this one stands for; none if there is nothing left to wait for."""
+
+
+class DeviceWork(Work):
+    """A work that a device carries out itself."""
+
+    def parts(self) -> list[DeviceWork]:
         return [self]
 
-    def first(self, many: Sequence[Sequence[Work]]) -> int:
+    @abstractmethod
+    def first(self, many: Sequence[Sequence[DeviceWork]]) -> int:
         """Waits until all of one of many lists of the device's works are done. Returns which: see wait_any."""
-        raise NotImplementedError
 
 
 def wait_any(works: Sequence[Work]) -> int:
@@ -109,7 +117,7 @@ class Finished(Work):
     def done(self) -> bool:
         return True
 
-    def parts(self) -> list[Work]:
+    def parts(self) -> list[DeviceWork]:
         return []
 
 
@@ -125,7 +133,7 @@ class Together(Work):
     def done(self) -> bool:
         return all(work.done() for work in self._works)
 
-    def parts(self) -> list[Work]:
+    def parts(self) -> list[DeviceWork]:
         return [part for work in self._works for part in work.parts()]
 
 
@@ -142,7 +150,7 @@ class OneMessage(Work):
     def done(self) -> bool:
         return self._work.done()
 
-    def parts(self) -> list[Work]:
+    def parts(self) -> list[DeviceWork]:
         return self._work.parts()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 
@@ -20,6 +21,15 @@ class EmuError(RuntimeError):
         self.hint = hint
         for name, value in fields.items():
             setattr(self, name, value)
+
+
+def noted(error: BaseException, note: str, **fields: Any) -> None:
+    """Adds a note to an exception, which Python shows below it (from 3.11 on), and fields; a frozen one stays as it is."""
+    told: Any = error
+    with suppress(AttributeError, TypeError):
+        for name, value in fields.items():
+            setattr(told, name, value)
+        told.add_note(note)
 
 
 class MeshError(EmuError, ValueError):

@@ -6,14 +6,14 @@ import gc
 import inspect
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
 
-from emu.spmd.errors import EmuError, MeshError
+from emu.spmd.errors import EmuError, MeshError, noted
 from emu.spmd.mesh import Mesh
 from emu.spmd.programs import check_program
 from emu.spmd.rank import Rank
@@ -114,10 +114,7 @@ def run_virtual(
                     f"rank {rank} called sys.exit({error.code!r})", "let the program return instead"
                 ) from error
             except Exception as error:
-                with suppress(AttributeError, TypeError):  # exceptions may be frozen
-                    error.emu_rank = rank  # type: ignore[attr-defined]
-                    if hasattr(error, "add_note"):
-                        error.add_note(f"raised in rank {me!r}")  # type: ignore[attr-defined]
+                noted(error, f"raised in rank {me!r}", emu_rank=rank)
                 raise
         device.end()
 

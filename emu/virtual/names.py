@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 _current_node = torch._C._current_autograd_node
-_autograd: Any = torch._C._autograd  # type: ignore[attr-defined]
+_torch: Any = torch._C
+_autograd = _torch._autograd
 
 
 class Names:

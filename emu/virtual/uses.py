@@ -18,8 +18,8 @@ from emu.virtual.streams import Use, Uses
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from emu.spmd.calls import Work
     from emu.virtual.device import VirtualDevice
+    from emu.virtual.works import VirtualWork
 
 
 class Recorder:
@@ -52,9 +52,9 @@ class Recorder:
     def at(self, line: str | None = None) -> None:
         self._events.append(At(user_line() if line is None else line))
 
-    def chose(self, kind: str, works: Iterable[Work], taken: int) -> None:
+    def chose(self, kind: str, works: Iterable[VirtualWork], taken: int) -> None:
         """The program learned something that is a matter of time."""
-        numbers = tuple(event.work for work in works for _, event in work.items())  # type: ignore[attr-defined]
+        numbers = tuple(event.work for work in works for _, event in work.items())
         self._events.append(Choice(kind, numbers, taken, user_line()))
 
     def end(self) -> None:

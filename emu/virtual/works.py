@@ -6,12 +6,13 @@ it drops the work, too, without waiting, they die while the communication may st
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor
 
-from emu.spmd.calls import Call, Work
+from emu.spmd.calls import Call, DeviceWork
 from emu.trace.events import Collective, Transfer, Wait
 from emu.virtual.lines import user_line
 from emu.virtual.rendezvous import Half, Meeting
@@ -23,14 +24,14 @@ if TYPE_CHECKING:
     from emu.virtual.streams import VirtualStream
 
 
-class VirtualWork(Work):
+class VirtualWork(DeviceWork):
     """A work of a virtual device: meetings and halves of messages, each with its event."""
 
     _device: VirtualDevice
     _line: str
 
-    def items(self) -> list[tuple[Meeting | Half, Collective | Transfer]]:
-        raise NotImplementedError
+    @abstractmethod
+    def items(self) -> list[tuple[Meeting | Half, Collective | Transfer]]: ...
 
     def asked(self, done: bool) -> bool:
         """The program asks whether it is done. It hears how things stood when it asked, and others go on if they can."""
@@ -42,15 +43,15 @@ class VirtualWork(Work):
             device.rendezvous.scheduler.asks(device.rank, Waiting(what, user_line(), self.missing))
         return done
 
+    @abstractmethod
     def told(self) -> list[str]:
         """What is under way, in words."""
-        raise NotImplementedError
 
     def missing(self) -> list[int]:
         """The ranks that have not come yet."""
         return sorted({rank for item, _ in self.items() if not item.done for rank in item.missing()})
 
-    def first(self, many: Sequence[Sequence[Work]]) -> int:
+    def first(self, many: Sequence[Sequence[DeviceWork]]) -> int:
         device, line = self._device, self._line
         works = [[item for work in parts for item in cast(VirtualWork, work).items()] for parts in many]
         scheduler, rank = device.rendezvous.scheduler, device.rank
@@ -80,7 +81,7 @@ class VirtualWork(Work):
         thread.clock_s = now
         taken = min(done(), key=ends_s)
         if device.recorder is not None:
-            device.recorder.chose("wait_any", [work for parts in many for work in parts], taken)
+            device.recorder.chose("wait_any", [cast(VirtualWork, work) for parts in many for work in parts], taken)
         return taken
 
 

@@ -28,7 +28,8 @@ MOST_BYTES = 2 << 30  # of numbers that are kept, of all ranks; beyond, nothing 
 
 _here = threading.local()  # .recorder: of the rank whose thread this is
 _node_now = torch._C._current_autograd_node
-_number_now = torch._C._autograd._get_sequence_nr  # type: ignore[attr-defined]
+_torch: Any = torch._C
+_number_now = _torch._autograd._get_sequence_nr
 
 
 class TooLarge(Exception):

@@ -135,8 +135,8 @@ def _alike(found: list[Hazard]) -> list[Hazard]:
 def _waiting(trace: Trace, rank: int, index: int) -> Waiting:
     events = trace[rank]
     event = events[index]
-    assert may_go(event)
-    stream = "" if isinstance(event, HostWait) else event.stream  # type: ignore[union-attr]
+    assert may_go(event) and isinstance(event, (Wait, EventWait, HostWait))
+    stream = "" if isinstance(event, HostWait) else event.stream
     if isinstance(event, Wait):
         what = f"work {event.work}"
     elif isinstance(event, EventWait):

@@ -239,7 +239,7 @@ def readable(schedule: Schedule) -> None:
         for position, action in enumerate(row):
             if type(action) is Action and action.kind in NUMBERED and not action.parts:  # quickly past what is usual
                 stage, _, microbatch, _ = action
-                if type(stage) is type(microbatch) is int and stage >= 0 <= microbatch:  # type: ignore[operator]  # an int
+                if type(stage) is int and type(microbatch) is int and stage >= 0 <= microbatch:
                     continue
             if wrong := _wrong(action):
                 message = f"rank {rank}, position {position}: {action!s:.80} {wrong[0]}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable
+from io import FileIO
 from itertools import groupby
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -131,7 +132,7 @@ def check_file(stored: Stored) -> None:
 
 def _opened(stored: Stored) -> Any:
     try:
-        file = open(str(stored.path), "rb", buffering=0)  # noqa: SIM115
+        file = FileIO(str(stored.path))
     except FileNotFoundError:
         raise StateError(
             f"{stored.path} is missing: the checkpoint is not whole",
