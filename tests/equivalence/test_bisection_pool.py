@@ -83,3 +83,10 @@ def test_numbers_that_are_alike_are_found_only_where_they_stand(at, there):
     part = torch.arange(1.0, 26.0, dtype=torch.float64).reshape(5, 5)
     part[at] = 0.0
     assert (Pool([(rows, "rows")]).find(part) == "rows") == (at == there)
+
+
+def test_a_slice_has_no_number_more_often_than_the_whole():
+    whole = torch.tensor([[1.0, 5.0, 5.0, 2.0, 9.0, 8.0]], dtype=torch.float64)
+    pool = Pool([(whole, "whole")])
+    assert pool.find(torch.tensor([[1.0, 5.0, 5.0, 2.0]], dtype=torch.float64)) == "whole"
+    assert pool.find(torch.tensor([[1.0, 5.0, 5.0, 5.0, 2.0]], dtype=torch.float64)) is None

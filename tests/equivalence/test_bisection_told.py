@@ -146,6 +146,17 @@ def test_blocks_of_attention_are_steps_on_the_way(monkeypatch):
     assert emu.check(twice, emu.Mesh(dp=2), alone, mutants="none").divergence is not None
 
 
+def test_what_read_a_part_too_early_is_told_what_computed_it_and_not_what_scaled_it():
+    def program(rank):
+        dp = rank.group("dp")
+        part = (X.chunk(2)[dp.rank] @ W).sum(0)  # computed here
+        return {"y": dp.all_reduce(torch.relu(part / torch.tensor(8.0)))}
+
+    verdict = emu.check(program, emu.Mesh(dp=2), lambda: {"y": torch.relu((X @ W).sum(0) / 8)}, mutants="none")
+    found = verdict.divergence
+    assert found.op == "relu" and f"made by sum (test_bisection_told.py:{line_of('computed here')})" in found.says
+
+
 def test_a_multiple_of_a_sum_is_told_as_one_and_what_is_linear_may_come_before_it():
     def twice(rank):
         dp = rank.group("dp")

@@ -80,19 +80,29 @@ def test_many_plans_that_cut_sequences_compute_what_one_device_computes(plan):
 SMALL = Config(1, 8, 4, 2, ffn=8, vocab=11, seq=9, positions="rotary", norm="rms")
 
 
-@pytest.mark.parametrize(
-    ("kind", "checkpoint"), [*((kind, "none") for kind in KINDS), (KINDS[0], "full"), (KINDS[-1], "full")]
-)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("checkpoint", ["none", pytest.param("full", marks=pytest.mark.exhaustive)])
 def test_what_travels_to_the_host_and_back_stays_exact(kind, checkpoint):
     """Marks of the exact tier travel with what attention kept: without them it would be rounded on its way back in."""
     options = {"context": kind, "offload": True, "checkpoint": checkpoint, "global_batch": 2, "seq": 7}
     assert verified({"cp": 2}, SMALL, options).equivalent
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_wrong_collective_is_noticed(kind):
-    dp = {"dp": 2} if kind == KINDS[0] else {}  # what sums over both is no matter of the kind
-    verdict = verified({**dp, "cp": 2}, SMALL, {"context": kind, "global_batch": 3, "seq": 7}, mutants="all")
+@pytest.mark.parametrize("kind", [KINDS[0], KINDS[-1]])
+def test_so_it_does_where_layers_are_computed_again(kind):
+    test_what_travels_to_the_host_and_back_stays_exact(kind, "full")
+
+
+@pytest.mark.parametrize(
+    ("kind", "dp"),
+    [
+        *((kind, 1) for kind in KINDS),
+        (KINDS[0], 2),  # what sums over both is no matter of the kind
+        *(pytest.param(kind, 2, marks=pytest.mark.exhaustive) for kind in KINDS[1:]),
+    ],
+)
+def test_every_wrong_collective_is_noticed(kind, dp):
+    verdict = verified({"dp": dp, "cp": 2}, SMALL, {"context": kind, "global_batch": 3, "seq": 7}, mutants="all")
     assert verdict.equivalent and verdict.mutants
     assert verdict.mutants_killed == verdict.mutants - verdict.mutants_equivalent
 

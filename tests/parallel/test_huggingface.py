@@ -94,7 +94,7 @@ def test_loss_and_all_gradients_are_those_of_one_device(case: Any, tier: str) ->
 def test_they_are_equal_bit_for_bit_where_sums_are_exact(tp: int, sp: bool) -> None:
     """Negative control: the same with communications left out, stale, scaled, ..."""
     plan = Plan(f"tp={tp}", sp=sp, seq=7, global_batch=2)
-    verdict = emu.verify(llama(**TINY), plan, tier="exact", mutants="sampled" if tp == 2 else 3)
+    verdict = emu.verify(llama(**TINY), plan, tier="exact", mutants="sampled" if tp < 8 else 3)
     assert verdict, str(verdict)
     assert verdict.max_rel_err == 0
     assert verdict.mutants_killed > 0

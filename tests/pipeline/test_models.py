@@ -312,6 +312,10 @@ LLAMA = {
         ("pp=2,dp=2", "zb-h1", {"zero": 3}, True),
         ("pp=2,tp=2", "interleaved", {"chunks": 2}, True),
         ("pp=2,tp=2", "zb-h2", {"sp": True}, False),
+        pytest.param("pp=4", "1f1b", {}, False, marks=pytest.mark.exhaustive),
+        pytest.param("pp=2", "zb-v", {}, True, marks=pytest.mark.exhaustive),
+        pytest.param("pp=2,tp=2", "interleaved", {"chunks": 2}, False, marks=pytest.mark.exhaustive),
+        pytest.param("pp=2,tp=2", "zb-h2", {"sp": True}, True, marks=pytest.mark.exhaustive),
     ],
 )
 def test_the_stock_llama(mesh, schedule, more, tied):
