@@ -2,6 +2,7 @@
 
 from .chips import Chip
 from .clusters import Cluster, Fabric, Host, Node, Storage
+from .constants import Constant, fitted, with_constants
 from .errors import HardwareError
 from .links import HostLink, Link, Protocol
 from .presets import chip, chip_names, cluster, cluster_names, smallest_cluster
@@ -13,6 +14,7 @@ from .wires import Wire
 __all__ = [
     "Chip",
     "Cluster",
+    "Constant",
     "Fabric",
     "HardwareError",
     "Host",
@@ -29,5 +31,7 @@ __all__ = [
     "chip_names",
     "cluster",
     "cluster_names",
+    "fitted",
     "smallest_cluster",
+    "with_constants",
 ]

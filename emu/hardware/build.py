@@ -23,6 +23,7 @@ def build_chip(table: Mapping[str, Any]) -> Chip:
     for name in ("hbm_bytes", "l2_bytes", "sm_bytes", "register_bytes"):
         if values.get(name) is not None:
             values[name] = int(values[name])
+    values["fitted"] = tuple(values.get("fitted", ()))
     return Chip(**values, sources=_sources(table))
 
 
@@ -104,7 +105,7 @@ def numbers(table: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
             for i, item in enumerate(value):
                 if isinstance(item, Mapping):
                     found |= numbers(item, f"{prefix}{key}.{item['name']}.")
-                else:
+                elif isinstance(item, (int, float)):
                     found[f"{prefix}{key}.{i}"] = item
         elif isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
             found[f"{prefix}{key}"] = value

@@ -19,7 +19,10 @@ UNMEASURED_MATMUL_FRACTION = 0.74
 
 @dataclass(frozen=True)
 class Chip:
-    """One accelerator. Rates come in three kinds: peak (data sheet), achievable (best measured), calibrated (fitted).
+    """One accelerator.
+
+    Rates come in four kinds: peak (data sheet), achievable (best measured), sustained (kept up in a training step: fitted
+    to published runs), calibrated (measured on a machine at hand).
 
     Args:
         name: as its maker calls it.
@@ -28,7 +31,7 @@ class Chip:
         hbm_bytes: device memory.
         hbm_bytes_per_s: its peak bandwidth, reads plus writes.
         hbm_fraction: achievable share of that bandwidth, 0-1.
-        kernel_s: the shortest a kernel lasts, however little it does.
+        kernel_s: what a kernel takes on the device beside its work: start, drain, and the gap to the next one.
         achievable_flops: best measured matrix product by dtype (MAMF); a dtype may be missing.
         calibrated_flops: rates fitted to a machine at hand by dtype; empty until calibrated.
         calibrated_hbm_bytes_per_s: likewise; None until calibrated.
@@ -38,6 +41,18 @@ class Chip:
         vector_flops: dense FLOP/s by dtype of the vector unit alone (CUDA cores), which runs all that is no matrix
             product; a dtype may be missing, and no dtype at all is named where no figure is known.
         year: of its announcement.
+        sustained: share of the peak by dtype that a large matrix product keeps up in a training step; a dtype may be
+            missing, and runs at the share of bfloat16 then, or whichever dtype is named first.
+        tiled: whether a product is cut into tiles dealt out to the sm_count cores in waves; see emu.cost.prices.
+        matmul_k: what the start and the end of a tile cost, as so many more multiply-adds along k (in bfloat16).
+        array_side: side of the systolic array that products are padded to; None for chips without one.
+        attention: share of the peak that fused attention reaches, by kernel and direction: "flash2", "flash2.backward".
+        attention_seq: tokens at which attention reaches half of that; 0 for all lengths alike.
+        softmax_fraction: what softmax and dropout over scores reach of an elementwise kernel's bytes/s.
+        overlap_loss: share of compute lost while a collective moves data beside it.
+        power_limit_w: the power it is held to, None for tdp_w; rates of products and attention then fall to
+            (power_limit_w / tdp_w) ** power_exponent.
+        fitted: families of constants in data/fitted.toml that it takes its own from.
         sources: dotted field name, e.g. "peak_flops.bfloat16", to where its number was read. A source that starts with
             "unverified" names a number that no good source was found for.
     """
@@ -58,6 +73,17 @@ class Chip:
     register_bytes: int | None = None
     vector_flops: Mapping[str, float] = field(default_factory=dict, hash=False)
     year: int | None = None
+    sustained: Mapping[str, float] = field(default_factory=dict, hash=False)
+    tiled: bool = False
+    matmul_k: float = 0.0
+    array_side: int | None = None
+    attention: Mapping[str, float] = field(default_factory=dict, hash=False)
+    attention_seq: float = 0.0
+    softmax_fraction: float = 1.0
+    overlap_loss: float = 0.0
+    power_limit_w: float | None = None
+    power_exponent: float = 0.0
+    fitted: tuple[str, ...] = ()
     sources: Mapping[str, str] = field(default_factory=dict, hash=False, repr=False)
 
     def peak(self, dtype: str) -> float:
@@ -70,17 +96,29 @@ class Chip:
         return self.peak_flops[self._runs_as(dtype)]
 
     def flops_per_s(self, dtype: str) -> float:
-        """FLOP/s that a large matrix product in a dtype reaches: calibrated, else measured, else a share of peak.
+        """FLOP/s that a large matrix product in a dtype keeps up: calibrated, else sustained, else measured.
 
-        The share is this chip's measured bfloat16 share where there is one, else UNMEASURED_MATMUL_FRACTION.
+        Without any of them: the measured share of bfloat16, else UNMEASURED_MATMUL_FRACTION, of the peak.
         """
         runs_as = self._runs_as(dtype)
-        for rates in (self.calibrated_flops, self.achievable_flops):
-            if runs_as in rates:
-                return rates[runs_as]
+        if runs_as in self.calibrated_flops:
+            return self.calibrated_flops[runs_as]
+        if self.sustained:
+            first = "bfloat16" if "bfloat16" in self.sustained else next(iter(self.sustained))
+            share = self.sustained.get(runs_as, self.sustained[first])
+            return self.peak_flops[runs_as] * share * self.power_share
+        if runs_as in self.achievable_flops:
+            return self.achievable_flops[runs_as]
         measured = self.achievable_flops.get("bfloat16")
         fraction = measured / self.peak("bfloat16") if measured else UNMEASURED_MATMUL_FRACTION
         return self.peak_flops[runs_as] * fraction
+
+    @property
+    def power_share(self) -> float:
+        """What products reach under the power limit, of what they reach without: 1 unless power_limit_w says less."""
+        if self.power_limit_w is None or self.tdp_w is None:
+            return 1.0
+        return min(1.0, (self.power_limit_w / self.tdp_w) ** self.power_exponent)
 
     @property
     def memory_bytes_per_s(self) -> float:

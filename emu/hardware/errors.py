@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 
 class HardwareError(ValueError):
     """A chip, link or cluster that cannot be: unknown, incomplete or contradictory.
@@ -38,3 +41,11 @@ class HardwareError(ValueError):
 
 def _rebuild(message, hint, file, line, field, value):
     return HardwareError(message, hint, file=file, line=line, field=field, value=value)
+
+
+def unknown(what: str, name: str, known: Iterable[str]) -> HardwareError:
+    """The error for a name that is not in `known`, with the nearest that are."""
+    known = list(known)
+    near = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.5)
+    hint = f"Did you mean {', '.join(near)}?" if near else f"Known: {', '.join(known)}."
+    return HardwareError(f'"{name}" is not a {what} that emu knows.', hint, field="name", value=name)

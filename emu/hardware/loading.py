@@ -71,7 +71,8 @@ from .build import (
 from .clusters import Cluster
 from .complaints import CONTRADICTIONS, File, explain
 from .errors import HardwareError
-from .presets import parse_toml, preset_parts, preset_tables, short_name
+from .packaged import parse_toml
+from .presets import preset_parts, preset_tables, short_name
 from .schema import ClusterTable
 
 _TABLES = ("chip", "node", "scale_up", "host_link", "scale_out", "host", "fabric", "storage")
@@ -91,7 +92,9 @@ def load_cluster(path: str | PathLike[str]) -> Cluster:
     for contradiction in CONTRADICTIONS:
         contradiction(table, file)
     # Sources are worked out after checking, so that they need not doubt what they read.
-    return _build(_with_sources(table.model_dump(exclude_none=True), given, base, f"given in {file.path}"))
+    return _build(
+        _with_sources(table.model_dump(exclude_none=True, by_alias=True), given, base, f"given in {file.path}")
+    )
 
 
 def _read(path: str) -> File:

@@ -2,34 +2,25 @@
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Iterable
 from functools import cache
-from importlib.resources import files
 from typing import Any
 
+from .assumed import with_fitted
 from .build import build_chip, build_fabric, build_host, build_link, build_node, build_storage, part_of_node
 from .chips import Chip
 from .clusters import Cluster, Fabric
-from .errors import HardwareError
+from .errors import HardwareError, unknown
+from .packaged import packaged
 
 _NAME_AND_COUNT = re.compile(r"(?P<name>.+)-(?P<count>\d+)")
 
 
 @cache
 def preset_tables(file: str) -> dict[str, Any]:
-    """A packaged TOML file as plain tables: "chips", "links", "nodes" or "clusters"."""
-    return parse_toml((files("emu.hardware") / "data" / f"{file}.toml").read_text(encoding="utf-8"))
-
-
-def parse_toml(text: str) -> dict[str, Any]:
-    """TOML to plain tables, with the parser that this Python has."""
-    try:
-        import tomllib  # pyright: ignore[reportMissingImports]
-    except ModuleNotFoundError:  # Python 3.10
-        import tomli as tomllib  # pyright: ignore[reportMissingImports]
-    return tomllib.loads(text)
+    """A packaged TOML file as plain tables: "chips", "links", "nodes" or "clusters"; chips with their constants."""
+    tables = packaged(file)
+    return with_fitted(tables) if file == "chips" else tables
 
 
 def chip_names() -> tuple[str, ...]:
@@ -160,14 +151,6 @@ def preset_parts(short: str) -> dict[str, Any]:
         if level in node:
             node[level] = _overlay(links[node[level]["link"]], node[level])
     return {"scale_out": node.pop("scale_out"), "node": node, "host": preset_tables("nodes")["host"]}
-
-
-def unknown(what: str, name: str, known: Iterable[str]) -> HardwareError:
-    """The error for a name that is not in `known`, with the nearest that are."""
-    known = list(known)
-    near = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.5)
-    hint = f"Did you mean {', '.join(near)}?" if near else f"Known: {', '.join(known)}."
-    return HardwareError(f'"{name}" is not a {what} that emu knows.', hint, field="name", value=name)
 
 
 def _overlay(link: dict[str, Any], use: dict[str, Any]) -> dict[str, Any]:

@@ -55,6 +55,26 @@ class _Rates(BaseModel):
     float8: Positive | None = None
 
 
+class _Shares(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    float64: Fraction | None = None
+    float32: Fraction | None = None
+    tf32: Fraction | None = None
+    float16: Fraction | None = None
+    bfloat16: Fraction | None = None
+    float8: Fraction | None = None
+
+
+class _Attention(BaseModel):
+    model_config = ConfigDict(extra="forbid", populate_by_name=True)
+    flash1: Fraction | None = None
+    flash1_backward: Fraction | None = Field(default=None, alias="flash1.backward")
+    flash2: Fraction | None = None
+    flash2_backward: Fraction | None = Field(default=None, alias="flash2.backward")
+    flash3: Fraction | None = None
+    flash3_backward: Fraction | None = Field(default=None, alias="flash3.backward")
+
+
 class ChipTable(_Table):
     name: str
     peak_flops: _Rates
@@ -72,6 +92,17 @@ class ChipTable(_Table):
     vector_flops: _Rates = _Rates()
     year: Annotated[int, BeforeValidator(_no_bool), Field(ge=1950, le=2100, strict=True)] | None = None
     tdp_w: Positive | None = None
+    sustained: _Shares = _Shares()
+    tiled: bool = False
+    matmul_k: NotNegative = 0.0
+    array_side: Count | None = None
+    attention: _Attention = _Attention()
+    attention_seq: NotNegative = 0.0
+    softmax_fraction: Fraction = 1.0
+    overlap_loss: Annotated[float, BeforeValidator(_no_bool), Field(ge=0, lt=1, allow_inf_nan=False)] = 0.0
+    power_limit_w: Positive | None = None
+    power_exponent: NotNegative = 0.0
+    fitted: list[str] = []
 
 
 class ProtocolTable(BaseModel):
@@ -96,6 +127,9 @@ class LinkTable(_Table):
         None
     )
     in_switch_latency_s: NotNegative | None = None
+    launch_s: NotNegative = 0.0
+    fill_s: NotNegative = 0.0
+    fill_bytes: Bytes = 1.0
     calibrated_bytes_per_s: Positive | None = None
 
     @model_validator(mode="after")
