@@ -51,6 +51,7 @@ preset: the file must then describe node, both links and host itself.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from os import PathLike, fspath
 from pathlib import Path
@@ -69,11 +70,15 @@ from .build import (
     part_of_node,
 )
 from .clusters import Cluster
-from .complaints import CONTRADICTIONS, File, explain
+from .complaints import check_sources, explain
+from .contradictions import CONTRADICTIONS
 from .errors import HardwareError
 from .packaged import parse_toml
+from .places import File, in_words
+from .plausible import check_plausible
 from .presets import preset_parts, preset_tables, short_name
 from .schema import ClusterTable
+from .switched import KINDS as SWITCHED
 
 _TABLES = ("chip", "node", "scale_up", "host_link", "scale_out", "host", "fabric", "storage")
 
@@ -83,12 +88,14 @@ def load_cluster(path: str | PathLike[str]) -> Cluster:
     file = _read(fspath(path))
     given = _parse(file)
     given.setdefault("name", Path(file.path).stem)
-    base = _resized(_base(given, file), given.get("node"))
+    check_sources(given, file)
+    base = _fitting(_resized(_base(given, file), given.get("node")), given)
     merged = _merge(base, given)
     try:
         table = ClusterTable.model_validate(merged)
     except ValidationError as e:
         raise explain(e, file) from None
+    check_plausible(table.model_dump(exclude_none=True, by_alias=True), file)
     for contradiction in CONTRADICTIONS:
         contradiction(table, file)
     # Sources are worked out after checking, so that they need not doubt what they read.
@@ -99,7 +106,8 @@ def load_cluster(path: str | PathLike[str]) -> Cluster:
 
 def _read(path: str) -> File:
     try:
-        return File(path, Path(path).read_text(encoding="utf-8"))
+        # Some editors begin a file with a mark that says UTF-8, which TOML does not know.
+        return File(path, Path(path).read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise HardwareError(
             "there is no such file.", "Check the path; it is relative to where you are.", file=path
@@ -114,7 +122,9 @@ def _parse(file: File) -> dict[str, Any]:
     except ValueError as e:  # TOMLDecodeError is one, in tomllib and tomli alike
         raise HardwareError(
             f"is not valid TOML: {e}.",
-            'A line is name = value or [table]; text stands in "quotes".',
+            "Each name and each [table] may stand once: take one of them away, or join them."
+            if re.search("overwrite|twice|redefine|already", str(e), re.IGNORECASE)
+            else 'A line is name = value or [table]; text stands in "quotes".',
             file=file.path,
             line=file.line_in_message(str(e)),
         ) from None
@@ -135,8 +145,11 @@ def _base(given: dict[str, Any], file: File) -> dict[str, Any]:
         short = short_name(chip)
     except (HardwareError, AttributeError) as e:
         hint = getattr(e, "hint", 'Give a name in quotes, e.g. "h100".')
+        described = preset_tables("clusters").get(chip) if isinstance(chip, str) else None
+        if described is not None:
+            hint = f'It is a cluster of "{described["chip"]}": name that.'
         raise HardwareError(
-            f"{field} = {chip!r} is not a chip that emu knows.",
+            f"{field} = {in_words(chip)} is not a chip that emu knows.",
             f"{hint} Or describe it yourself in a table [chip].",
             file=file.path,
             line=file.line_of(field),
@@ -152,6 +165,21 @@ def _resized(base: dict[str, Any], node: Any) -> dict[str, Any]:
     if "node" not in base or not isinstance(devices, int) or isinstance(devices, bool) or devices < 1:
         return base  # nothing to resize, or for the checks to complain of
     return {**base, "node": part_of_node(base["node"], devices)}
+
+
+def _fitting(base: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The preset tables without what the file's own shape or launches make untrue, for the file to say anew."""
+    node, host = given.get("node"), given.get("host")
+    shape = node.get("shape") if isinstance(node, Mapping) else None
+    if "node" in base and isinstance(shape, Mapping):
+        base = {**base, "node": {key: value for key, value in base["node"].items() if key != "topology"}}
+        if shape.get("kind") not in SWITCHED:  # no switch that sums
+            up = {k: v for k, v in base["node"]["scale_up"].items() if not k.startswith("in_switch_")}
+            base["node"]["scale_up"] = up
+    launch = host.get("launch_s") if isinstance(host, Mapping) else None
+    if "host" in base and isinstance(launch, (int, float)) and launch < base["host"]["compiled_launch_s"]:
+        base = {**base, "host": {k: v for k, v in base["host"].items() if k != "compiled_launch_s"}}
+    return base
 
 
 def _merge(base: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -19,10 +20,18 @@ from pydantic import (
 def _bytes(value: Any) -> Any:
     if not isinstance(value, str):
         return value
+    if re.search(r"[KMGTP]i?b(?!i)", value):
+        raise ValueError("a small b means bits, and this is in bytes (B)")
     try:
         return int(TypeAdapter(ByteSize).validate_python(value))
     except ValidationError:
         raise ValueError("cannot be read as a size") from None
+
+
+def _one_line(value: Any) -> Any:
+    if isinstance(value, str) and not (value.strip() and value.isprintable()):
+        raise ValueError("a name is one line of text and not empty")
+    return value
 
 
 def _no_bool(value: Any) -> Any:
@@ -34,6 +43,8 @@ def _no_bool(value: Any) -> Any:
 Positive = Annotated[float, BeforeValidator(_no_bool), Field(gt=0, allow_inf_nan=False, strict=True)]
 NotNegative = Annotated[float, BeforeValidator(_no_bool), Field(ge=0, allow_inf_nan=False, strict=True)]
 Fraction = Annotated[float, BeforeValidator(_no_bool), Field(gt=0, le=1, allow_inf_nan=False, strict=True)]
+UpToTwo = Annotated[float, BeforeValidator(_no_bool), Field(gt=0, le=2, allow_inf_nan=False, strict=True)]
+Name = Annotated[str, BeforeValidator(_one_line)]
 Count = Annotated[int, BeforeValidator(_no_bool), Field(ge=1, strict=True)]
 Bytes = Annotated[
     float, BeforeValidator(_no_bool), BeforeValidator(_bytes), Field(ge=1, allow_inf_nan=False, strict=True)
@@ -76,7 +87,7 @@ class _Attention(BaseModel):
 
 
 class ChipTable(_Table):
-    name: str
+    name: Name
     peak_flops: _Rates
     hbm_bytes: Bytes
     hbm_bytes_per_s: Positive
@@ -99,7 +110,7 @@ class ChipTable(_Table):
     attention: _Attention = _Attention()
     attention_seq: NotNegative = 0.0
     softmax_fraction: Fraction = 1.0
-    overlap_loss: Annotated[float, BeforeValidator(_no_bool), Field(ge=0, lt=1, allow_inf_nan=False)] = 0.0
+    overlap_loss: Annotated[float, BeforeValidator(_no_bool), Field(ge=0, lt=1, allow_inf_nan=False, strict=True)] = 0.0
     power_limit_w: Positive | None = None
     power_exponent: NotNegative = 0.0
     fitted: list[str] = []
@@ -107,7 +118,7 @@ class ChipTable(_Table):
 
 class ProtocolTable(BaseModel):
     model_config = ConfigDict(extra="forbid")
-    name: str
+    name: Name
     base_s: NotNegative
     latency_s: NotNegative
     tree_latency_s: NotNegative
@@ -116,16 +127,14 @@ class ProtocolTable(BaseModel):
 
 
 class LinkTable(_Table):
-    name: str = "link"
+    name: Name = "link"
     bandwidth_bytes_per_s: Positive
     achievable_fraction: Fraction
     latency_s: NotNegative
     base_s: NotNegative = 0.0
     tree_latency_s: NotNegative | None = None
     protocols: list[ProtocolTable] = []
-    in_switch_fraction: Annotated[float, BeforeValidator(_no_bool), Field(gt=0, le=2, allow_inf_nan=False)] | None = (
-        None
-    )
+    in_switch_fraction: UpToTwo | None = None
     in_switch_latency_s: NotNegative | None = None
     launch_s: NotNegative = 0.0
     fill_s: NotNegative = 0.0
@@ -140,7 +149,7 @@ class LinkTable(_Table):
 
 
 class HostLinkTable(_Table):
-    name: str = "host link"
+    name: Name = "host link"
     bandwidth_bytes_per_s: Positive
     achievable_fraction: Fraction
     latency_s: NotNegative
@@ -183,19 +192,19 @@ class HostTable(_Table):
 class FabricTable(_Table):
     rack_devices: Count
     pod_devices: Count
-    oversubscription: Annotated[float, BeforeValidator(_no_bool), Field(ge=1, allow_inf_nan=False)]
+    oversubscription: Annotated[float, BeforeValidator(_no_bool), Field(ge=1, allow_inf_nan=False, strict=True)]
     kind: Literal["fat tree", "rails"] = "fat tree"
 
 
 class StorageTable(_Table):
-    name: str = "storage"
+    name: Name = "storage"
     capacity_bytes: Bytes
     bytes_per_s: Positive
     peak_bytes_per_s: Positive | None = None
 
 
 class ClusterTable(_Table):
-    name: str
+    name: Name
     chip: ChipTable
     nodes: Count = 1
     n_devices: Count | None = None

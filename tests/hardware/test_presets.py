@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 
 from emu.hardware import Cluster, HardwareError, chip, chip_names, cluster, cluster_names, smallest_cluster
 from emu.hardware.build import numbers
-from emu.hardware.complaints import CONTRADICTIONS, File
+from emu.hardware.contradictions import CONTRADICTIONS
+from emu.hardware.places import File
+from emu.hardware.plausible import check_plausible
 from emu.hardware.presets import described_parts, preset_parts, preset_tables
 from emu.hardware.schema import (
     ChipTable,
@@ -168,6 +170,7 @@ def test_no_preset_contradicts_itself(name):
     short = described["chip"] if described else name
     parts = described_parts(name) if described else preset_parts(short)
     table = ClusterTable.model_validate({"name": name, "chip": preset_tables("chips")[short], **parts})
+    check_plausible(table.model_dump(exclude_none=True), File("presets", ""))
     for contradiction in CONTRADICTIONS:
         contradiction(table, File("presets", ""))
 

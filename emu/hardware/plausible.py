@@ -1,0 +1,80 @@
+"""Numbers that no unit can explain: 80 bytes of memory, a latency of three seconds, 450 bytes per second.
+
+Bounds are far from all that exists, toys included; they catch a forgotten factor (GB, TFLOP/s, microseconds), not a wrong
+figure.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from .places import File, in_words
+
+MOST_DEVICES = 10**8
+
+
+class Bound(NamedTuple):
+    """Which fields a bound holds for, by the ending of their name or of their table's, and what to say of others."""
+
+    ending: str
+    least: float
+    most: float
+    unit: str
+    example: str
+
+
+# The first ending that fits counts.
+BOUNDS = (
+    Bound("_bytes_per_s", 1e5, 1e15, "bytes per second", "450 GB/s are 450e9, and 400 Gb/s are 50e9"),
+    Bound("bytes_per_s", 1e5, 1e15, "bytes per second", "2 TB/s are 2e12"),
+    Bound("_flops", 1e6, 1e17, "FLOP/s of one device", "989 TFLOP/s are 989e12"),
+    Bound("hbm_bytes", 1e3, 1e15, "bytes", '80 GB are 80e9, or "80GB"'),
+    Bound("host_bytes", 1e3, 1e18, "bytes", '2 TB are 2e12, or "2TB"'),
+    Bound("capacity_bytes", 1e6, 1e21, "bytes", "240 PB are 240e15"),
+    Bound("_s", 0.0, 0.1, "seconds", "3.4 microseconds are 3.4e-6"),
+    Bound("tdp_w", 0.01, 1e5, "watts of one device", "0.7 kW are 700"),
+    Bound("power_w", 0.01, 1e9, "watts of the whole node", "10.2 kW are 10200"),
+    Bound("sm_count", 1, 1e7, "cores", "an H100 has 132"),
+    Bound("racks", 1e-4, 1e5, "racks of one node", "half a rack is 0.5"),
+    Bound("ports", 1, 1e5, "lanes of one device", "a device of a full mesh of eight has 7"),
+)
+# Rates beside their names are tables: "peak_flops.bfloat16".
+_TABLES_OF_RATES = ("peak_flops", "achievable_flops", "calibrated_flops", "vector_flops")
+
+
+def check_plausible(table: Mapping[str, Any], file: File) -> None:
+    """Raises HardwareError for the first number of a cluster's tables that is far outside of what exists."""
+    for field, value in _numbers(table):
+        bound = bound_of(field)
+        if bound is None or bound.least <= value <= bound.most:
+            continue
+        side = "too small" if value < bound.least else "too large"
+        raise file.error(
+            field,
+            f"{field} = {in_words(value)} is {side}: it is in {bound.unit}.",
+            f"{bound.example[0].upper()}{bound.example[1:]}.",
+            value,
+        )
+
+
+def bound_of(field: str) -> Bound | None:
+    """The bound of a field by its dotted name; None if anything goes that the field's own type allows."""
+    parts = field.split(".")
+    name = next((part for part in parts if part in _TABLES_OF_RATES), parts[-1])
+    return next((bound for bound in BOUNDS if name.endswith(bound.ending)), None)
+
+
+def _numbers(value: Any, path: str = "") -> Iterator[tuple[str, float]]:
+    """Every number with its dotted name as the file's lines are looked up by, items of lists by their place."""
+    if isinstance(value, Mapping):
+        items = value.items()
+    elif isinstance(value, (list, tuple)):
+        items = enumerate(value)
+    else:
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
+            yield path, value
+        return
+    for name, item in items:
+        yield from _numbers(item, f"{path}.{name}" if path else str(name))
