@@ -17,7 +17,7 @@ from functools import lru_cache
 # Output tiles that cuBLAS and CUTLASS have kernels for, and the share of the best tile's rate that each reaches: a small
 # tile loads more operands for each multiply-add. Assumed, after the shared-memory traffic of each shape.
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.93), (128, 64, 0.75), (64, 128, 0.75), (64, 64, 0.55))
-SPLITS = (1, 2, 4, 8)
+SPLITS = (1, 2, 3, 4, 5, 6, 8)
 
 
 @lru_cache(maxsize=500_000)
