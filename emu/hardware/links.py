@@ -42,9 +42,15 @@ class Link:
         base_s: paid once a collective (protocol Simple).
         tree_latency_s: one step of a tree (protocol Simple).
         protocols: all of NCCL's protocols, fewest steps' latency first; () means Simple alone.
-        in_switch_fraction: bus bandwidth over bandwidth of an all-reduce that the switch sums (NVLS); may exceed 1,
-            because each byte then crosses the link once, not twice. None where the switch cannot sum.
-        in_switch_latency_s: its fixed time; None where the switch cannot sum.
+        in_switch_fraction: bus bandwidth over bandwidth of an all-reduce of eight devices that the switch sums (NVLS);
+            may exceed 1, because each byte then crosses the link once, not twice. None where the switch cannot sum. Of
+            a network card: of an all-reduce among nodes whose switches sum (NVLSTree).
+        in_switch_latency_s: its fixed time, of a network card that of one step between nodes; None where the switch
+            cannot sum.
+        launch_s: what a collective costs beside NCCL's own time, as benchmarks from a framework see it; paid once a
+            collective at each level that it crosses.
+        fill_s, fill_bytes: what a message of S bytes loses while large messages' pipes fill (protocol Simple and
+            in-switch sums): fill_s * S / (S + fill_bytes).
         calibrated_bytes_per_s: bus bandwidth fitted to a machine at hand; None until calibrated.
         source, sources: where the link was described; field name to where its number was read.
     """
@@ -58,6 +64,9 @@ class Link:
     protocols: tuple[Protocol, ...] = ()
     in_switch_fraction: float | None = None
     in_switch_latency_s: float | None = None
+    launch_s: float = 0.0
+    fill_s: float = 0.0
+    fill_bytes: float = 1.0
     calibrated_bytes_per_s: float | None = None
     source: str = ""
     sources: Mapping[str, str] = field(default_factory=dict, hash=False, repr=False)

@@ -147,6 +147,7 @@ def scaled_link(link: Link, scale: Scale) -> Link:
         link,
         bandwidth_bytes_per_s=link.bandwidth_bytes_per_s * k,
         calibrated_bytes_per_s=None if calibrated is None else calibrated * k,
+        fill_bytes=link.fill_bytes * k,
         protocols=tuple(
             p if p.cap_bytes_per_s is None else replace(p, cap_bytes_per_s=p.cap_bytes_per_s * k)
             for p in link.protocols

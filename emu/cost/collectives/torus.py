@@ -1,0 +1,51 @@
+"""Rings along all axes of a torus at once.
+
+The message is cut into as many parts as the group has axes. Each part is gathered along one axis after the other, each
+part in a turn of the axes that ends with an axis of its own, so that no axis is idle; along an axis it goes both ways
+round. Most bytes move in the last turn, so parts are as large as the lanes of the axis that they end with. In a cube of
+x devices an axis with wrap, and one lane a wire, this is the scaling book's form, (n-1)/n S / (2 axes lane)
+(jax-ml/scaling-book, sharding). An axis without wrap has half as many ports: devices at its ends have one wire along it.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from emu.cost.collectives.axes import Axis
+
+
+def turns(axes: tuple[Axis, ...]) -> list[list[int]]:
+    """For each part, its axes in the order in which it is gathered along them."""
+    d = len(axes)
+    return [[(part + 1 + turn) % d for turn in range(d)] for part in range(d)]
+
+
+def parts(axes: tuple[Axis, ...]) -> list[float]:
+    """Share of the message that each part is: part i ends with axis i."""
+    total = sum(axis.ports for axis in axes)
+    return [axis.ports / total for axis in axes]
+
+
+@lru_cache(maxsize=1024)
+def torus_terms(axes: tuple[Axis, ...]) -> tuple[int, float]:
+    """Steps of an all-gather, and message over lanes: bytes S of it take S * this over the bytes/s of one lane.
+
+    A turn is over when all parts are through it.
+    """
+    n = 1
+    for axis in axes:
+        n *= axis.extent
+    order, shares = turns(axes), parts(axes)
+    gathered = [1 / n] * len(axes)  # of each part, what a device holds
+    steps, busy = 0, 0.0
+    for turn in range(len(axes)):
+        longest, slowest = 0, 0.0
+        for part, along in enumerate(order):
+            axis = axes[along[turn]]
+            hops = axis.extent - 1
+            longest = max(longest, hops)
+            slowest = max(slowest, hops * gathered[part] * shares[part] / axis.ports)
+            gathered[part] *= axis.extent
+        steps += longest
+        busy += slowest
+    return steps, busy
