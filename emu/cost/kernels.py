@@ -56,15 +56,19 @@ def _flops_per_s(kernel: Kernel, chip: Chip) -> float:
 
 def _attention_s(kernel: Kernel, chip: Chip) -> float:
     """Its scores are the product [queries, head] x [head, keys]; of a backward pass the largest product may be another."""
-    _, _, *rest = kernel.dims or (1, _LONG, _LONG, _HEAD)
-    torchs_own = "scaled_dot_product" in kernel.name
+    batch, queries, *rest = kernel.dims or (1, _LONG, _LONG, _HEAD)
+    seq, head_dim = max(rest), min(rest)
+    backward = "backward" in kernel.name
+    own = "scaled_dot_product" in kernel.name  # torch's, not a program's rank.kernel(...), whose flops are as computed
+    counted = (8 if backward else 4) * batch * queries * seq * head_dim
     return attention_s(
         chip,
         "flash3" if "cudnn" in kernel.name else "flash2",
-        kernel.flops * (_COMPUTED_BACKWARD if torchs_own and "backward" in kernel.name else 1.0),
-        max(rest),
-        min(rest),
-        backward="backward" in kernel.name or kernel.phase == "backward",
+        kernel.flops * (_COMPUTED_BACKWARD if own and backward else 1.0),
+        seq,
+        head_dim,
+        backward=backward or kernel.phase == "backward",
         dtype=kernel.dtype,
         bytes_=kernel.bytes,
+        causal=kernel.flops < counted,
     )

@@ -20,7 +20,7 @@ from .constants import fitted, values_of
 
 # The attention kernel that was written for each fitted chip.
 _MADE_FOR = {"a100": "flash2", "h100": "flash3"}
-_SHARED = ("softmax_fraction", "overlap_loss", "power_exponent")  # taken from the fitted NVIDIA chips by all others
+_SHARED = ("attention_seq", "softmax_fraction", "overlap_loss", "power_exponent", "matmul_k")
 
 
 def with_fitted(tables: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -70,9 +70,10 @@ def _by_rule(table: dict[str, Any], ratio: float) -> dict[str, Any]:
             share = median(_attention_over_product(family, name) for family in _MADE_FOR)
             done.setdefault("attention", {})[name] = round(done["sustained"][main] * share, 4)
         sources["attention"] = "unverified: of a product, the share that attention made for a fitted chip reaches"
-    shared = (*_SHARED, *(("matmul_k",) if table.get("tiled") else ()))
-    for field in shared:
-        if field not in table:
+    for field in _SHARED:
+        if field == "matmul_k" and not table.get("tiled"):
+            done[field], sources[field] = 0.0, "unverified: none, as nothing is known of its tiles"
+        elif field not in table:
             done[field] = fitted()[f"gpu.{field}"].value
             sources[field] = f"unverified: as on the fitted NVIDIA chips (fitted.toml, gpu.{field})"
     return {**done, "sources": sources}

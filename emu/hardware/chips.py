@@ -47,7 +47,8 @@ class Chip:
         matmul_k: what the start and the end of a tile cost, as so many more multiply-adds along k (in bfloat16).
         array_side: side of the systolic array that products are padded to; None for chips without one.
         attention: share of the peak that fused attention reaches, by kernel and direction: "flash2", "flash2.backward".
-        attention_seq: tokens at which attention reaches half of that; 0 for all lengths alike.
+        attention_seq: what the start and the end of a block of queries cost, as so many more keys at the peak; 0 for
+            all lengths alike.
         softmax_fraction: what softmax and dropout over scores reach of an elementwise kernel's bytes/s.
         overlap_loss: share of compute lost while a collective moves data beside it.
         power_limit_w: the power it is held to, None for tdp_w; rates of products and attention then fall to

@@ -26,8 +26,9 @@ durations are the real ones, so are all ratios:
 What no scaling can keep. Gradients grow with h^2 and activations with T h, so data and tensor parallelism both keep
 their ratio only if t / T = h' / h; then elementwise kernels (bytes in T h) and activation memory (T h a layer) keep
 theirs too. Otherwise choose by `communication`, and expect elementwise kernels to be off by (t h' / T h) / k_bytes,
-which is `Scale.elementwise`. Tile and wave quantisation do not scale (tiles and SMs stay as they are), nor does
-attention's T^2.
+which is `Scale.elementwise`. Tiles and waves do not scale: a toy's product would fill a small part of one core. So a
+similar chip knows none, nor attention's ends: its products lose nothing where the real ones lose some. Nor does
+attention's T^2 scale.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ def scale_between(model: Any, to: Any, communication: str = "gradients") -> Scal
 
 
 def scaled_chip(chip: Chip, scale: Scale) -> Chip:
-    """The chip with its rates and capacity scaled, its times, cores and power left alone."""
+    """The chip with its rates and capacity scaled, its times, cores and power left alone, and no tiles."""
     if chip.hbm_bytes * scale.hbm_bytes < 1:
         raise HardwareError(
             f"Scaled by {scale.hbm_bytes:.3g}, {chip.name} has less than one byte of memory.",
@@ -124,6 +125,7 @@ def scaled_chip(chip: Chip, scale: Scale) -> Chip:
         "l2_bytes": scale.hbm_bytes_per_s,  # the same share of a kernel's bytes stays in the cache
     }
     calibrated = chip.calibrated_hbm_bytes_per_s
+    same = scale.flops == scale.activations == 1
     return replace(
         chip,
         name=f"{chip.name} (similar)",
@@ -135,6 +137,10 @@ def scaled_chip(chip: Chip, scale: Scale) -> Chip:
         hbm_bytes_per_s=chip.hbm_bytes_per_s * scale.hbm_bytes_per_s,
         calibrated_hbm_bytes_per_s=None if calibrated is None else calibrated * scale.hbm_bytes_per_s,
         l2_bytes=None if chip.l2_bytes is None else max(1, round(chip.l2_bytes * scale.hbm_bytes_per_s)),
+        tiled=chip.tiled and same,
+        matmul_k=chip.matmul_k if same else 0.0,
+        array_side=chip.array_side if same else None,
+        attention_seq=chip.attention_seq if same else 0.0,
         sources=_scaled_sources(chip.sources, factors),
     )
 

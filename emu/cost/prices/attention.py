@@ -14,6 +14,7 @@ KINDS = ("flash1", "flash2", "flash3")
 # 64 against 128 in figures 5 and 6 of arXiv 2407.08608 and figure 4 of 2307.08691; others assumed.
 _SMALL_HEAD = 0.8
 _ODD_HEAD = 0.9
+_BLOCK = 128  # keys of a block
 
 
 def attention_s(
@@ -26,6 +27,7 @@ def attention_s(
     backward: bool = False,
     dtype: str = "bfloat16",
     bytes_: float = 0.0,
+    causal: bool = True,
 ) -> float:
     """Seconds of a fused attention kernel.
 
@@ -35,25 +37,42 @@ def attention_s(
             older one that it has, else the oldest.
         flops: of the products that it computes: two forward, five backward (scores are computed again); half of each if
             causal.
-        seq: tokens that a query may look at.
+        seq: tokens of keys.
         head_dim: of one head.
         backward, dtype: which pass, in which dtype.
         bytes_: that it must read and write at least.
+        causal: whether a query sees earlier keys only, half of them in the mean.
 
     Raises:
         HardwareError: there is no such kind, or the chip cannot compute in the dtype.
     """
-    rate = attention_flops_per_s(chip, kind, seq, head_dim, backward=backward, dtype=dtype)
+    rate = attention_flops_per_s(chip, kind, seq, head_dim, backward=backward, dtype=dtype, causal=causal)
     return max(flops / rate, bytes_ / chip.memory_bytes_per_s) + chip.kernel_s
 
 
 def attention_flops_per_s(
-    chip: Chip, kind: str, seq: float, head_dim: float, *, backward: bool = False, dtype: str = "bfloat16"
+    chip: Chip,
+    kind: str,
+    seq: float,
+    head_dim: float,
+    *,
+    backward: bool = False,
+    dtype: str = "bfloat16",
+    causal: bool = True,
 ) -> float:
-    """FLOP/s that fused attention reaches; arguments as of `attention_s`."""
-    share = _share(chip, kind, backward) * _of_head(chip, head_dim)
-    ramp = seq / (seq + chip.attention_seq)
-    return chip.peak(dtype) * share * ramp * chip.power_share
+    """FLOP/s that fused attention reaches; arguments as of `attention_s`.
+
+    A block of queries passes over its keys, and its start and end take a time of their own: as long as
+    `chip.attention_seq` more keys would at the peak. A causal mask halves the keys, and half of the block on the
+    diagonal is computed for nothing.
+    """
+    share = _share(chip, kind, backward)
+    of_length = 1.0
+    if chip.attention_seq:
+        keys = seq / 2 if causal else seq
+        ends = chip.attention_seq * share + (_BLOCK / 2 if causal else 0)
+        of_length = keys / (keys + ends)
+    return chip.peak(dtype) * share * _of_head(chip, head_dim) * of_length * chip.power_share
 
 
 def _share(chip: Chip, kind: str, backward: bool) -> float:
