@@ -40,6 +40,7 @@ class Attention(NamedTuple):
     flops: float
     seq: float
     head_dim: int
+    dtype: str = "bfloat16"
 
 
 class Pass(NamedTuple):
@@ -64,7 +65,6 @@ class Message(NamedTuple):
     bytes: float
     n: int
     per_node: int
-    count: float = 1
 
 
 Work = Product | Attention | Pass

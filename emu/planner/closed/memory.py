@@ -1,0 +1,118 @@
+"""The most memory that a device of each pipeline stage holds at once: states, activations in flight, and one layer's work.
+
+Source: ZeRO's table 1 (https://arxiv.org/abs/1910.02054), activations in flight by https://arxiv.org/abs/2104.04473
+(1F1B), https://arxiv.org/abs/2205.05198 (interleaved) and https://arxiv.org/abs/2401.10241 (zero bubble).
+"""
+
+from __future__ import annotations
+
+from .activations import layer_bytes
+from .params import embedding_params, layer_params, on_rank
+from .stacks import Stack
+from .workload import Workload
+
+# torch's allocator reserves more than is allocated, in blocks that do not fit what comes next: from memory of runs.
+RESERVED = 1.08
+# A process's CUDA context and kernels, and a communicator's buffers (cost_model.md of the reference: 1 to 2 GB in all).
+CONTEXT_BYTES, GROUP_BYTES = 1.5e9, 0.5e9
+LOGIT_BYTES = 12  # bf16 and float32 logits, their softmax and its gradient
+GATHERED_LAYERS = 3  # FSDP: the layer at work, the one gathered ahead, and gradients not reduced yet
+WEIGHT_BYTES = 32  # per element of the hidden state, what backward of weights alone needs (arXiv:2401.10241)
+
+
+def state_bytes(params: float, zero: int, ranks: int, gradient: float = 2, optimizer: float = 12) -> float:
+    """Model states of `params` parameters: 2 bytes each of weights and gradients, 12 of Adam's float32 states.
+
+    Source: ZeRO's table 1: stage 1 cuts the optimizer's, 2 the gradients, too, 3 the parameters, too.
+    """
+    parts = (optimizer, gradient, 2)
+    return params * sum(part / ranks if zero > cut else part for cut, part in enumerate(parts))
+
+
+def peak_bytes(w: Workload, stack: Stack, micro_batch: int, layers: tuple[int, ...]) -> tuple[float, ...]:
+    """Of each stage, first stage first, as the stack's published figures count it."""
+    groups = sum(n > 1 for n in (w.tp, w.pp, w.dp, w.cp))
+    allocated = [_stage_bytes(w, stack, micro_batch, i, n) for i, n in enumerate(layers)]
+    if stack.counted == "allocated":
+        return tuple(allocated)
+    beside = CONTEXT_BYTES + groups * GROUP_BYTES if stack.counted == "device" else 0.0
+    return tuple(RESERVED * one + beside for one in allocated)
+
+
+def _stage_bytes(w: Workload, stack: Stack, micro_batch: int, stage: int, layers: int) -> float:
+    tokens = w.seq * micro_batch / w.cp
+    split = w.tp if w.sp else 1
+    held = _in_flight(w, stack, micro_batch, stage, layers)
+    working = layer_bytes(w, stack, micro_batch, "none") if w.recompute != "none" else 0.0
+    gradients = 2 * tokens * max((3 if w.gated else 2) * _widest(w) / w.tp, w.hidden)
+    if stack.attention == "unfused":
+        gradients += 4 * w.heads / w.tp * micro_batch * w.seq / w.cp * w.seq
+    boundary = 2 * tokens * w.hidden / split
+    ends = boundary if stage == 0 else 0.0
+    if stack.keeps_outputs and w.pp > 1:
+        ends += boundary * min(w.microbatches(micro_batch), w.pp - stage)
+    logits = LOGIT_BYTES * tokens * w.vocab / w.tp if stage == w.pp - 1 else 0.0
+    return _states(w, stack, stage, layers) + held + ends + max(working + gradients, logits)
+
+
+def _states(w: Workload, stack: Stack, stage: int, layers: int) -> float:
+    """Weights, gradients and the optimizer's, of the stage's layers and its ends."""
+    dense_here = max(0, min(layers, w.dense_layers - stage * layers))
+    total = 0.0
+    for expert, n in ((False, dense_here), (True, layers - dense_here)):
+        if not n:
+            continue
+        shared, experts = on_rank(w, layer_params(w, expert))
+        ranks = w.dp * w.cp
+        copies = max(1, ranks * w.tp // (w.ep * w.expert_tp)) if w.ep > 1 else ranks
+        total += _state(w, stack, n * shared, ranks) + _state(w, stack, n * experts, copies)
+        if w.fsdp:
+            total += GATHERED_LAYERS * 2 * (shared + experts)
+            break
+    vocabulary = embedding_params(w) / w.tp
+    ends = (stage == 0) + (stage == w.pp - 1)
+    if w.pp == 1 and w.tied:
+        ends = 1
+    total += _state(w, stack, ends * vocabulary, w.dp * w.cp)
+    return total + (4 * vocabulary if w.fsdp else 0.0)
+
+
+def _state(w: Workload, stack: Stack, params: float, ranks: int) -> float:
+    if w.adapters:
+        return 2 * params
+    if w.fsdp:
+        shard = min(w.hsdp or w.dp, w.dp) * w.cp
+        return 16 * params / (min(shard, ranks) if shard < ranks else ranks)
+    gradient, optimizer = stack.accumulator_bytes, stack.optimizer_bytes
+    if stack.counted == "device" and w.precision == "bf16":  # DeepSpeed's BF16_Optimizer sums bf16 gradients in float32
+        gradient, optimizer = 6, 12
+    sharded = min(w.zero, 1) if gradient == 6 else w.zero
+    return state_bytes(params, sharded, ranks, gradient, optimizer)
+
+
+def _widest(w: Workload) -> float:
+    return w.ffn if w.moe is None else max(w.ffn, w.moe.topk * w.moe.ffn)
+
+
+def _in_flight(w: Workload, stack: Stack, micro_batch: int, stage: int, layers: int) -> float:
+    """Activations that a stage holds at its fullest, all micro-batches together."""
+    m, p = w.microbatches(micro_batch), w.pp
+    one = layers * layer_bytes(w, stack, micro_batch)
+    if p == 1:
+        return one
+    if w.schedule == "gpipe":
+        return m * one
+    if w.schedule in ("1f1b", "interleaved") and w.vp > 1:
+        chunks = min(m * w.vp, w.vp * p + p - 1 - 2 * stage)
+        return one * max(1.0, chunks / w.vp)
+    weight = min(one, layers * WEIGHT_BYTES * w.seq * micro_batch / w.cp * w.hidden / w.tp)
+    if w.schedule == "zb-h1":
+        return min(m, p - stage) * one + min(max(0, m - (p - stage)), stage) * weight
+    if w.schedule == "zb-h2":
+        return min(m, 2 * (p - stage) - 1) * one + min(m, 2 * stage) * weight
+    share = {"v-half": 0.5, "v-min": 1 / 3}.get(w.schedule)
+    if share is not None:
+        return min(m, max(1.0, p * share)) * one
+    if w.schedule in ("zb-v", "dualpipe", "dualpipe-v"):
+        return min(m, p + 1 if w.schedule.startswith("dual") else p) * one
+    return min(m, p - stage) * one

@@ -1,0 +1,108 @@
+"""How long a pipeline takes for all micro-batches: its slowest stage, and the bubble before and after it.
+
+The closed forms are those of https://arxiv.org/abs/2104.04473 (GPipe, 1F1B, interleaved) and
+https://arxiv.org/abs/2401.10241 (zero bubble), for stages that differ. Schedules that have none are walked for a few
+micro-batches; each further one takes as long as the slowest stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from emu.parallel.pipeline import Times, make, timed
+
+from .stages import StageTime
+from .workload import Workload
+
+# Sends beside compute still cost: who waits for whom shifts by a part of them. Shares of a hop that every micro-batch
+# pays, per chunk, where software overlaps sends, and where it does not.
+HIDDEN, EXPOSED = 0.3, 1.0
+HIDDEN_INTERLEAVED = 0.15
+WALKED = 4  # micro-batches for each stage that a walked schedule is walked for: after that it repeats
+
+
+def makespan_s(w: Workload, stages: Sequence[StageTime], microbatches: int) -> float:
+    """Seconds from the first forward to the last backward, if messages between stages took no time."""
+    slowest = max(stage.whole for stage in stages)
+    if len(stages) == 1:
+        return microbatches * slowest
+    if w.schedule == "1f1b" and w.vp > 1:
+        return _interleaved_s(w, stages, microbatches)
+    form = FORMS.get(w.schedule)
+    if form is not None:
+        return form(w, stages, microbatches)
+    return _walked_s(w, stages, microbatches)
+
+
+def hops_s(w: Workload, hop_s: float, microbatches: int, overlapped: bool) -> float:
+    """What messages between stages add: once down the pipeline and back, and a share of each micro-batch's."""
+    if w.pp == 1:
+        return 0.0
+    once = 2 * (w.pp - 1) * hop_s
+    if w.schedule in ("1f1b", "interleaved") and w.vp > 1:
+        share = HIDDEN_INTERLEAVED if overlapped else EXPOSED
+        return once + 2 * microbatches * w.vp * share * hop_s
+    if w.schedule in ("1f1b", "gpipe"):
+        return once + 2 * (microbatches - 1) * (HIDDEN if overlapped else EXPOSED) * hop_s
+    return once
+
+
+def _gpipe_s(w: Workload, stages: Sequence[StageTime], microbatches: int) -> float:
+    forward, backward = [s.forward for s in stages], [s.backward for s in stages]
+    return sum(forward) + sum(backward) + (microbatches - 1) * (max(forward) + max(backward))
+
+
+def _one_f_one_b_s(w: Workload, stages: Sequence[StageTime], microbatches: int) -> float:
+    """One micro-batch passes all stages both ways; each further one takes as long as the slowest stage."""
+    return sum(s.whole for s in stages) + (microbatches - 1) * max(s.whole for s in stages)
+
+
+def _interleaved_s(w: Workload, stages: Sequence[StageTime], microbatches: int) -> float:
+    """As 1F1B, but what the slowest stage waits for is one chunk of each other stage."""
+    slowest = max(s.whole for s in stages)
+    return microbatches * slowest + (sum(s.whole for s in stages) - slowest) / w.vp
+
+
+def _zero_bubble_s(weights: int) -> Callable[[Workload, Sequence[StageTime], int], float]:
+    """Bubbles filled by `weights` backward passes for weights a stage: 1 in ZB-H1, 2 in ZB-H2."""
+
+    def seconds(w: Workload, stages: Sequence[StageTime], microbatches: int) -> float:
+        slowest = max(stages, key=lambda s: s.whole)
+        n = len(stages)
+        mean = StageTime(*(sum(part) / n for part in zip(*stages)))
+        bubble = max(0.0, (n - 1) * (mean.whole - (weights + 1) * mean.weight))
+        spread = (n - 1) * mean.forward / 2 if w.optimizer_sync else 0.0
+        return microbatches * slowest.whole + bubble + spread
+
+    return seconds
+
+
+FORMS: dict[str, Callable[[Workload, Sequence[StageTime], int], float]] = {
+    "gpipe": _gpipe_s,
+    "1f1b": _one_f_one_b_s,
+    "interleaved": _interleaved_s,
+    "zb-h1": _zero_bubble_s(1),
+    "zb-h2": _zero_bubble_s(2),
+}
+
+
+def _walked_s(w: Workload, stages: Sequence[StageTime], microbatches: int) -> float:
+    """A schedule without a closed form, walked by emu.parallel.pipeline for its first micro-batches."""
+    ranks = len(stages)
+    few = min(microbatches, max(WALKED * ranks, 2))
+    schedule = make(w.schedule, ranks, few, *((w.vp,) if w.vp > 1 else ()))
+    held: dict[int, int] = {}
+    owner = [0] * schedule.stages
+    for rank, row in enumerate(schedule.rows):
+        for action in row:
+            for part in action.each():
+                owner[part.stage] = rank
+    for rank in owner:
+        held[rank] = held.get(rank, 0) + 1
+    parts = [(stages[rank], held[rank]) for rank in owner]
+    times = Times(
+        [s.forward / n for s, n in parts],
+        [(s.backward - s.weight) / n for s, n in parts],
+        [s.weight / n for s, n in parts],
+    )
+    return timed(schedule, times).makespan + (microbatches - few) * max(s.whole for s in stages)
