@@ -12,6 +12,7 @@ from typing import Any
 from .chips import Chip
 from .clusters import Fabric, Host, Node, Storage
 from .links import HostLink, Link, Protocol
+from .parts import part_of
 from .topology import Topology
 
 _OF_THE_WHOLE_NODE = ("host_bytes", "racks", "power_w")
@@ -67,8 +68,7 @@ def build_shape(table: Mapping[str, Any]) -> Topology:
 def part_of_node(table: Mapping[str, Any], devices: int) -> dict[str, Any]:
     """A node's table with so many devices in place of its own: what belongs to the whole node alone falls away.
 
-    A switch and a full mesh stay what they are with fewer devices, each of which keeps its share of the bandwidth; the
-    wires of another shape's part are not known.
+    Its shape is the part's (see emu.hardware.parts), whose lanes keep their bandwidth: so a device has the whole's ports.
     """
     part = {**table, "devices_per_node": devices}
     if devices == table["devices_per_node"]:
@@ -76,10 +76,19 @@ def part_of_node(table: Mapping[str, Any], devices: int) -> dict[str, Any]:
     shape = part.pop("shape", None)
     for name in _OF_THE_WHOLE_NODE:
         part.pop(name, None)
-    if shape is not None and shape["kind"] in ("switch", "full mesh"):
-        part["shape"] = {"kind": shape["kind"], "sizes": [devices]}
-        part["ports"] = max(table.get("ports", 0), build_shape(shape).ports, build_shape(part["shape"]).ports)
-        part["sources"] = {"ports": "as in the whole node", **part.get("sources", {})}
+    if shape is None:
+        return part
+    whole = build_shape(shape)
+    smaller = part_of(whole, devices)
+    if smaller is None:
+        return {**part, "topology": f"a part of {whole}, whose wires are not known"}
+    part["shape"] = {"kind": smaller.kind, "sizes": list(smaller.sizes), "lanes": list(smaller.lanes)}
+    part["ports"] = max(table.get("ports", 0), whole.ports, smaller.ports)
+    sources = {"ports": "as in the whole node", **part.get("sources", {})}
+    if smaller.kind not in ("switch", "full mesh"):
+        part["topology"] = f"{smaller}, a part of {whole}"
+        sources["shape"] = f"emu/hardware/parts.py: its first devices, or the most compact box of {whole}"
+    part["sources"] = sources
     return part
 
 

@@ -20,9 +20,6 @@ _DGX1 = {
     **dict.fromkeys(((0, 1), (0, 2), (1, 3), (2, 6), (3, 7), (4, 5), (4, 6), (5, 7)), 1),
     **dict.fromkeys(((0, 3), (0, 4), (1, 2), (1, 5), (2, 3), (4, 7), (5, 6), (6, 7)), 2),
 }
-# Between the two boards: 0-4 and 1-5, which a V100 has double, and 2-6 and 3-7.
-_DGX1_BISECTION = {1: 4, 2: 6}
-_DGX1_PORTS = {1: 4, 2: 6}
 
 
 def n_switches(topology: Topology) -> int:
@@ -36,7 +33,7 @@ def wires(topology: Topology) -> Iterator[Wire]:
     elif topology.kind == "hypercube":
         yield from (Wire(a, a | bit) for a in range(n) for bit in _bits(topology) if not a & bit)
     elif topology.kind == "hybrid cube mesh":
-        yield from (Wire(a, b, _dgx1(topology, a, b)) for a, b in sorted(_DGX1))
+        yield from (Wire(a, b, _dgx1(topology, a, b)) for a, b in sorted(_DGX1) if b < n)
     else:
         for device in range(n):
             for size, stride, lanes in _axes(topology):
@@ -58,7 +55,7 @@ def path(topology: Topology, source: int, target: int) -> Iterator[Wire]:
                 here ^= bit
     elif topology.kind == "hybrid cube mesh":
         direct = _dgx1(topology, source, target)
-        stops = (source, target) if direct else (source, _between(source, target), target)
+        stops = (source, target) if direct else (source, _between(topology, source, target), target)
         yield from (Wire(a, b, _dgx1(topology, a, b)) for a, b in pairwise(stops))
     else:
         here = source
@@ -80,7 +77,8 @@ def ports(topology: Topology) -> int:
     if topology.kind == "hypercube":
         return topology.sizes[0]
     if topology.kind == "hybrid cube mesh":
-        return _DGX1_PORTS[_most(topology)]
+        n = topology.n_devices
+        return max(1, *(sum(_dgx1(topology, a, b) for b in range(n)) for a in range(n)))
     return max(1, sum(min(size - 1, 2) * lanes for size, _, lanes in _axes(topology)))
 
 
@@ -90,7 +88,7 @@ def diameter(topology: Topology) -> int:
     if topology.kind == "hypercube":
         return topology.sizes[0]
     if topology.kind == "hybrid cube mesh":
-        return 2
+        return 1 if topology.n_devices <= 4 else 2
     return sum(size // 2 if topology.kind == "torus" else size - 1 for size in topology.sizes)
 
 
@@ -101,7 +99,11 @@ def bisection_lanes(topology: Topology) -> float:
     if topology.kind == "hypercube":
         return n // 2
     if topology.kind == "hybrid cube mesh":
-        return _DGX1_BISECTION[_most(topology)]
+        halves = combinations(range(n), n // 2)
+        return min(
+            sum(wire.lanes for wire in topology.wires if (wire.source in half) != (wire.target in half))
+            for half in halves
+        )
     cuts = (
         lanes * (n // size) * (2 if topology.kind == "torus" and size > 2 else 1)
         for size, _, lanes in _axes(topology)
@@ -135,10 +137,6 @@ def _dgx1(topology: Topology, a: int, b: int) -> int:
     return min(_most(topology), _DGX1.get((min(a, b), max(a, b)), 0))
 
 
-def _between(a: int, b: int) -> int:
+def _between(topology: Topology, a: int, b: int) -> int:
     """The device that joins two without a wire: the one with most lanes to both, the lowest of these."""
-
-    def lanes(v: int) -> int:
-        return min(_DGX1.get((min(u, v), max(u, v)), 0) for u in (a, b))
-
-    return max(range(8), key=lambda v: (lanes(v), -v))
+    return max(range(topology.n_devices), key=lambda v: (min(_dgx1(topology, a, v), _dgx1(topology, b, v)), -v))

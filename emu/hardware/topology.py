@@ -6,7 +6,8 @@ each direction: what a lane carries in bytes/s is the node's or the network's ma
     switch             (n,)                 each device on one switch that lets all through: NVSwitch, NVL72
     full mesh          (n,)                 each pair has a wire: MI300X
     hypercube          (d,)                 2^d devices, neighbours differ in one bit
-    hybrid cube mesh   (8,)                 DGX-1: a cube with the diagonals of two faces, some wires double (V100)
+    hybrid cube mesh   (n,)                 DGX-1: a cube with the diagonals of two faces, some wires double (V100); of
+                                            fewer than 8 devices, its first ones
     torus              (x, y, ...)          neighbours along each axis, first and last joined: TPU, Trainium
     grid               (x, y, ...)          the same, first and last not joined: a part of a torus
     fat tree           (pods, ..., devices) a switch for each part, its wire upwards as fat as all below it together
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cached_property
 from math import prod
 from types import ModuleType
@@ -132,14 +134,21 @@ class Topology:
     def _complaint(self) -> tuple[str, object, str, str] | None:
         """Field, value, what is wrong and what to do; None if all is well."""
         if self.kind not in KINDS:
-            return "kind", self.kind, f"{self.kind!r} is not a kind of topology.", f"Known: {', '.join(KINDS)}."
+            near = get_close_matches(str(self.kind).lower(), KINDS, n=2, cutoff=0.6)
+            hint = f"Did you mean {' or '.join(near)}?" if near else f"Known: {', '.join(KINDS)}."
+            return "kind", self.kind, f"{self.kind!r} is not a kind of topology.", hint
         sizes, wanted = self.sizes, {"rails": 3, **dict.fromkeys(("torus", "grid", "fat tree"), None)}.get(self.kind, 1)
         good = len(sizes) > 0 and all(isinstance(s, int) and not isinstance(s, bool) and s >= 1 for s in sizes)
         if not good or (wanted is not None and len(sizes) != wanted):
             how_many = "one or more whole numbers" if wanted is None else f"{wanted} whole number{'s' * (wanted > 1)}"
             return "sizes", sizes, f"sizes = {list(sizes)} do not make a {self.kind}.", f"Give {how_many} from 1."
-        if self.kind == "hybrid cube mesh" and sizes != (8,):
-            return "sizes", sizes, f"sizes = {list(sizes)} do not make a hybrid cube mesh.", "It has 8 devices: [8]."
+        if self.kind == "hybrid cube mesh" and sizes[0] > 8:
+            return (
+                "sizes",
+                sizes,
+                f"sizes = {list(sizes)} do not make a hybrid cube mesh.",
+                "It has 8 devices at most: [8].",
+            )
         if self.kind == "hybrid cube mesh":
             if self.lanes not in ((), (1,), (2,)):
                 hint = "Give [1] for single wires everywhere, or none at all."

@@ -22,6 +22,7 @@ GIGA, TERA = 1e9, 1e12
         ("dgx-1", 25, 0),  # an NVLink 2
         ("dgx-2", 150, 0),
         ("p100", 20, 0),  # an NVLink 1
+        ("mi250x", 50, 0),
         ("mi300x", 64, 0),
         ("mi355x", 76.5, 0),
         ("tpu-v4", 45, 0),
@@ -46,12 +47,51 @@ def test_the_bisection_of_a_tpu_pod_is_googles(name, published_TBps):
     assert halves / 2 != pytest.approx(published_TBps * TERA, rel=0.11)
 
 
-def test_every_node_has_a_shape_for_all_its_devices_but_one_that_nobody_published():
-    without = {name for name in (*chip_names(), *cluster_names()) if cluster(name).node.shape is None}
-    assert without == {"mi250x"}
-    for name in {*chip_names(), *cluster_names()} - without:
-        node = cluster(name).node
-        assert node.shape.n_devices == node.devices_per_node
+@pytest.mark.parametrize("name", [*chip_names(), *cluster_names()])
+def test_every_node_has_a_shape_for_all_its_devices(name):
+    node = cluster(name).node
+    assert node.shape is not None and node.shape.n_devices == node.devices_per_node
+
+
+@given(st.sampled_from(chip_names()), st.data())
+def test_a_part_of_a_node_keeps_its_lanes_and_has_wires_where_its_kind_has_parts(name, data):
+    whole = cluster(name).node
+    devices = data.draw(st.integers(1, whole.devices_per_node - 1))
+    part = cluster(f"{name}-{devices}").node
+    if part.shape is None:  # no box of the torus has so many
+        assert whole.shape.kind == "torus" and max(f for f in range(1, devices + 1) if devices % f == 0) > max(
+            whole.shape.sizes
+        )
+        return
+    assert part.shape.n_devices == devices == part.devices_per_node
+    if devices > 1 and part.shape.kind != "switch":
+        assert part.lane_bytes_per_s == whole.lane_bytes_per_s
+    # Nobody gains wires by being cut out.
+    assert part.shape.ports <= whole.shape.ports and part.shape.bisection_lanes <= whole.shape.bisection_lanes
+
+
+@pytest.mark.parametrize(
+    "name, shape",
+    [  # docs.cloud.google.com/tpu/docs/v5p and v5e: shapes of slices; tori from one cube on
+        ("tpu-v5p-4", "grid 1 x 2 x 2"),
+        ("tpu-v5p-8", "grid 2 x 2 x 2"),
+        ("tpu-v5p-32", "grid 2 x 4 x 4"),
+        ("tpu-v5p-64", "torus 4 x 4 x 4"),
+        ("tpu-v5p-256", "torus 4 x 8 x 8"),
+        ("tpu-v5p-1024", "torus 8 x 8 x 16"),
+        ("tpu-v5p-6144", "torus 16 x 16 x 24"),
+        ("tpu-v5e-8", "grid 2 x 4"),
+        ("tpu-v5e-32", "grid 4 x 8"),
+        ("tpu-v5e-128", "grid 8 x 16"),
+        ("tpu-v5e-256", "torus 16 x 16"),
+        ("trainium2-8", "torus 2 x 4"),
+        ("v100-4", "hybrid cube mesh 4"),
+        ("mi250x-4", "full mesh 4"),
+        ("gb200-36", "switch 36"),
+    ],
+)
+def test_parts_have_the_shapes_that_makers_publish(name, shape):
+    assert str(cluster(name).node.shape) == shape
 
 
 def test_the_presets_are_what_their_names_say():
@@ -123,7 +163,7 @@ def test_a_path_leaves_the_node_only_if_it_must_and_ends_where_it_should(data):
 
 def test_a_path_through_unknown_wires_and_to_no_device_is_refused():
     with pytest.raises(HardwareError, match=r"not known.*node\.shape"):
-        cluster("mi250x").path(0, 1)
+        cluster("tpu-v5p-31").path(0, 1)
     with pytest.raises(HardwareError, match="no device 8"):
         cluster("h100-8").path(0, 8)
 

@@ -135,7 +135,8 @@ def test_a_preset_with_fewer_devices_keeps_its_kind_where_that_has_a_part(tmp_pa
     assert part("mi300x").shape == Topology("full mesh", (4,))
     assert part("mi300x").lane_bytes_per_s == 64e9  # as between any two of the eight
     assert part("mi300x").lane_bytes_per_s == cluster("mi300x-4").node.lane_bytes_per_s
-    assert part("tpu-v5p").shape is None
+    assert part("tpu-v5p").shape == Topology("grid", (1, 2, 2)) and "a part of" in part("tpu-v5p").topology
+    assert part("tpu-v5p").lane_bytes_per_s == 100e9
     # A shape of the file's own owes nothing to the preset's: P100's single wires are no lanes of a torus.
     own = '[node.shape]\nkind = "torus"\nsizes = [8]\n'
     p100 = Cluster.from_toml(written(tmp_path, f'chip = "p100"\n{own}')).node

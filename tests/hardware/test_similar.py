@@ -146,7 +146,7 @@ def test_the_host_link_scales_with_activations_whatever_the_links_between_device
         assert small is not None and there.node.host_link is not None
         assert small.bytes_per_s == pytest.approx(there.node.host_link.bytes_per_s * k, rel=ROUNDING)
         assert small.latency_s == there.node.host_link.latency_s
-    assert cluster("gb200").similar(TOY, to=REAL).node.host_link is None
+    assert cluster("tpu-v5p-64").similar(TOY, to=REAL).node.host_link is None
 
 
 def test_scaled_numbers_say_that_they_are_scaled():
