@@ -20,7 +20,7 @@ from .constants import fitted, values_of
 
 # The attention kernel that was written for each fitted chip.
 _MADE_FOR = {"a100": "flash2", "h100": "flash3"}
-_SHARED = ("attention_seq", "softmax_fraction", "overlap_loss", "power_exponent", "matmul_k")
+_SHARED = ("attention_seq", "softmax_fraction", "overlap_loss", "power_exponent", "matmul_ends")
 
 
 def with_fitted(tables: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -71,7 +71,7 @@ def _by_rule(table: dict[str, Any], ratio: float) -> dict[str, Any]:
             done.setdefault("attention", {})[name] = round(done["sustained"][main] * share, 4)
         sources["attention"] = "unverified: of a product, the share that attention made for a fitted chip reaches"
     for field in _SHARED:
-        if field == "matmul_k" and not table.get("tiled"):
+        if field == "matmul_ends" and not table.get("tiled"):
             done[field], sources[field] = 0.0, "unverified: none, as nothing is known of its tiles"
         elif field not in table:
             done[field] = fitted()[f"gpu.{field}"].value

@@ -44,7 +44,7 @@ class Chip:
         sustained: share of the peak by dtype that a large matrix product keeps up in a training step; a dtype may be
             missing, and runs at the share of bfloat16 then, or whichever dtype is named first.
         tiled: whether a product is cut into tiles dealt out to the sm_count cores in waves; see emu.cost.prices.
-        matmul_k: what the start and the end of a tile cost, as so many more multiply-adds along k (in bfloat16).
+        matmul_ends: what the start and the end of a tile cost, in times that writing it to memory takes.
         array_side: side of the systolic array that products are padded to; None for chips without one.
         attention: share of the peak that fused attention reaches, by kernel and direction: "flash2", "flash2.backward".
         attention_seq: what the start and the end of a block of queries cost, as so many more keys at the peak; 0 for
@@ -76,7 +76,7 @@ class Chip:
     year: int | None = None
     sustained: Mapping[str, float] = field(default_factory=dict, hash=False)
     tiled: bool = False
-    matmul_k: float = 0.0
+    matmul_ends: float = 0.0
     array_side: int | None = None
     attention: Mapping[str, float] = field(default_factory=dict, hash=False)
     attention_seq: float = 0.0

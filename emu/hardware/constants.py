@@ -53,7 +53,7 @@ def place_of(name: str) -> tuple[str, str]:
     fills the field of its own name.
     """
     name = name.split(".", 1)[1]
-    if name.startswith("matmul_") and name != "matmul_k":
+    if name.startswith("matmul_") and name != "matmul_ends":
         return "sustained", name.removeprefix("matmul_")
     if name.startswith("flash"):
         return "attention", name.replace("_", ".")

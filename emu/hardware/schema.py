@@ -105,7 +105,7 @@ class ChipTable(_Table):
     tdp_w: Positive | None = None
     sustained: _Shares = _Shares()
     tiled: bool = False
-    matmul_k: NotNegative = 0.0
+    matmul_ends: NotNegative = 0.0
     array_side: Count | None = None
     attention: _Attention = _Attention()
     attention_seq: NotNegative = 0.0

@@ -138,7 +138,7 @@ def scaled_chip(chip: Chip, scale: Scale) -> Chip:
         calibrated_hbm_bytes_per_s=None if calibrated is None else calibrated * scale.hbm_bytes_per_s,
         l2_bytes=None if chip.l2_bytes is None else max(1, round(chip.l2_bytes * scale.hbm_bytes_per_s)),
         tiled=chip.tiled and same,
-        matmul_k=chip.matmul_k if same else 0.0,
+        matmul_ends=chip.matmul_ends if same else 0.0,
         array_side=chip.array_side if same else None,
         attention_seq=chip.attention_seq if same else 0.0,
         sources=_scaled_sources(chip.sources, factors),

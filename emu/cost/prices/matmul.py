@@ -30,13 +30,16 @@ def matmul_s(chip: Chip, dtype: str, m: float, n: float, k: float, batch: float 
 def matmul_flops_per_s(chip: Chip, dtype: str, m: float, n: float, k: float, batch: float = 1) -> float:
     """FLOP/s that the arithmetic of a product of this shape reaches if memory keeps up; never above the chip's best.
 
+    A wave of tiles is started, computed and written; the next does not hide all of that, so short k is slow: as if k
+    were longer by what the cores could have computed while `chip.matmul_ends` of the wave was written to memory.
+
     Raises:
         HardwareError: the chip cannot compute in the dtype.
     """
     rate = chip.flops_per_s(dtype)
     if chip.tiled and chip.sm_count:
-        # The ends of a tile take a time of their own: counted along k, the more, the faster the dtype is.
-        ends_k = chip.matmul_k * chip.peak(dtype) / chip.peak("float16")
+        result = _BYTES.get(dtype, _BYTES_OF_16_BITS)[1]
+        ends_k = chip.matmul_ends * result / chip.memory_bytes_per_s * rate / 2
         return rate * tiled_share(batch, m, n, k, chip.sm_count, ends_k)
     if chip.array_side:
         return rate * padded_share(m, n, k, chip.array_side)

@@ -20,22 +20,36 @@ TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.93), (128, 64, 0.75), (6
 SPLITS = (1, 2, 3, 4, 5, 6, 8)
 
 
-@lru_cache(maxsize=500_000)
 def tiled_share(batch: float, m: float, n: float, k: float, cores: int, ends_k: float) -> float:
     """Share of the best tile's rate that a product [m, k] x [k, n] reaches, batch times, on so many cores: 0-1.
 
     ends_k: what the start and the end of a tile cost, as so many more multiply-adds along k. A tile split along k pays
-    them for each part, and once more for the partial sums, which are written in float32.
+    them twice for each part: partial sums are written in float32, and read again.
     """
-    best = math.inf
+    best = min(products + ends_k * ends for products, ends in ways(batch, m, n, k, cores))
+    return batch * m * n * k / (best * cores)
+
+
+@lru_cache(maxsize=500_000)
+def ways(batch: float, m: float, n: float, k: float, cores: int) -> tuple[tuple[float, float], ...]:
+    """Ways to cut a product: multiply-adds that each core does, and results that it starts and ends, one of a kind.
+
+    Both are in terms of the best tile's rate, padding and idle cores included. Ways that are worse than another in both
+    are left out, which leaves a few.
+    """
+    found = []
     for rows, columns, rate in TILES:
         tiles = batch * math.ceil(m / rows) * math.ceil(n / columns)
         for parts in SPLITS:
             if parts > 1 and parts > k:
                 break
-            length = k / parts + (ends_k if parts == 1 else 2 * ends_k)
-            best = min(best, math.ceil(tiles * parts / cores) * rows * columns * length / rate)
-    return batch * m * n * k / (best * cores)
+            results = math.ceil(tiles * parts / cores) * rows * columns / rate
+            found.append((results * k / parts, results * (2 if parts > 1 else 1)))
+    best: list[tuple[float, float]] = []
+    for products, ends in sorted(found):
+        if not best or ends < best[-1][1]:
+            best.append((products, ends))
+    return tuple(best)
 
 
 def padded_share(m: float, n: float, k: float, side: int) -> float:
