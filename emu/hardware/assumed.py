@@ -12,6 +12,7 @@ Fitted chips keep up a smaller share of their peak in a training step than in th
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from statistics import median
 from typing import Any
 
@@ -67,8 +68,8 @@ def _by_rule(table: dict[str, Any], ratio: float) -> dict[str, Any]:
     if "attention" not in table:
         main = next(iter(done["sustained"]))
         for name in ("flash2", "flash2.backward"):
-            share = median(_attention_over_product(family, name) for family in _MADE_FOR)
-            done.setdefault("attention", {})[name] = round(done["sustained"][main] * share, 4)
+            share = done["sustained"][main] * attention_over_product(name.endswith(".backward"))
+            done.setdefault("attention", {})[name] = round(share, 4)
         sources["attention"] = "unverified: of a product, the share that attention made for a fitted chip reaches"
     for field in _SHARED:
         if field == "matmul_ends" and not table.get("tiled"):
@@ -79,7 +80,11 @@ def _by_rule(table: dict[str, Any], ratio: float) -> dict[str, Any]:
     return {**done, "sources": sources}
 
 
-def _attention_over_product(family: str, name: str) -> float:
-    """Attention's share of peak over a product's, with the kernel made for that family of chips."""
-    attention = name.replace("flash2", _MADE_FOR[family]).replace(".", "_")
-    return fitted()[f"{family}.{attention}"].value / fitted()[f"{family}.matmul_bfloat16"].value
+@cache
+def attention_over_product(backward: bool) -> float:
+    """What fused attention reaches, as a share of what a product does: the median of kernels made for fitted chips."""
+    constants, of_pass = fitted(), "_backward" if backward else ""
+    return median(
+        constants[f"{family}.{kernel}{of_pass}"].value / constants[f"{family}.matmul_bfloat16"].value
+        for family, kernel in _MADE_FOR.items()
+    )

@@ -23,6 +23,7 @@ def toy_cluster(nodes: int = 1, per_node: int = 8, launch_s: float = 0.0, rate: 
         hbm_bytes_per_s=1e12,
         hbm_fraction=1.0,
         kernel_s=0.0,
+        attention={"flash2": 0.37},
     )
     inside = Link("inside", rate, 1.0, alpha_s, 0.0, alpha_s)
     outside = Link("outside", rate / 10, 1.0, alpha_s * 10, 0.0, alpha_s * 10)

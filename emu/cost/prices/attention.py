@@ -7,6 +7,7 @@ the papers do. FlashAttention-2: arXiv 2307.08691; FlashAttention-3 (cuDNN is as
 from __future__ import annotations
 
 from emu.hardware import Chip, HardwareError
+from emu.hardware.assumed import attention_over_product
 
 KINDS = ("flash1", "flash2", "flash3")
 
@@ -83,8 +84,8 @@ def _share(chip: Chip, kind: str, backward: bool) -> float:
     of_pass = ".backward" if backward else ""
     older_first = KINDS[: KINDS.index(kind) + 1][::-1] + KINDS
     name = next((k + of_pass for k in older_first if k + of_pass in chip.attention), None)
-    if name is None:  # nothing known of attention: as fast as its products are
-        return chip.flops_per_s("bfloat16") / chip.peak("bfloat16")
+    if name is None:  # a chip that nobody says more of
+        return chip.flops_per_s("bfloat16") / chip.peak("bfloat16") * attention_over_product(backward)
     return chip.attention[name]
 
 
