@@ -7,6 +7,7 @@ from emu.cost.collectives.choice import Choice, choose, moving_s
 from emu.cost.collectives.events import collective_s, transfer_s
 from emu.cost.collectives.kinds import ALGORITHMS, KINDS
 from emu.cost.collectives.placement import Level, Placement, place, place_evenly
+from emu.cost.collectives.steps import Step, steps
 from emu.cost.collectives.volumes import sent_bytes
 
 __all__ = [
@@ -15,11 +16,13 @@ __all__ = [
     "Choice",
     "Level",
     "Placement",
+    "Step",
     "choose",
     "collective_s",
     "moving_s",
     "place",
     "place_evenly",
     "sent_bytes",
+    "steps",
     "transfer_s",
 ]

@@ -8,6 +8,7 @@ by name, and may be faster than what a library has.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 from typing import NamedTuple
 
 from emu.cost.collectives.all_to_all import single_form_s
@@ -58,20 +59,26 @@ def choose(
         return Choice(name, "Simple", max(seconds, shortest_s))
     if sizes and kind in SHARED:
         bytes_ = placement.n * max(sizes)
-    names = candidates(kind, placement) if not algorithm else (algorithm if algorithm in BY[kind] else "ring",)
-    best: Choice | None = None
+    form = form_of(kind, bytes_, placement, cluster, algorithm)
+    return Choice(form.algorithm, form.protocol, max(form.seconds(bytes_), shortest_s))
+
+
+def form_of(kind: str, bytes_: float, placement: Placement, cluster: Cluster, algorithm: str = "") -> Form:
+    """The fastest form for a message: see choose, which it carries out for all kinds that have more than one."""
+    names = (algorithm if algorithm in BY[kind] else "ring",) if algorithm else candidates(kind, placement)
+    best, best_s = None, inf
     for form in _forms(kind, names, placement, cluster):
         seconds = form.seconds(bytes_)
-        if best is None or seconds < best.seconds:
-            best = Choice(form.algorithm, form.protocol, seconds)
+        if seconds < best_s:
+            best, best_s = form, seconds
     if best is None:
         raise PricingError(
-            f"{kind} by algorithm {algorithm!r} is not possible for {placement.n} ranks in {placement.nodes} nodes of "
-            f"{cluster.name}",
-            f"{_NEEDS.get(algorithm, '')}; here the library takes {choose(kind, bytes_, placement, cluster).algorithm!r}",
+            f"{kind} by algorithm {algorithm!r} is not possible for {placement.n} ranks in "
+            f"{placement.nodes} node{'s' * (placement.nodes > 1)} of {cluster.name}",
+            f"it needs {_NEEDS[algorithm]}; the library takes {form_of(kind, bytes_, placement, cluster).algorithm!r} here",
             algorithm=algorithm,
         )
-    return best if best.seconds >= shortest_s else best._replace(seconds=shortest_s)
+    return best
 
 
 def moving_s(

@@ -10,6 +10,7 @@ x devices an axis with wrap, and one lane a wire, this is the scaling book's for
 from __future__ import annotations
 
 from functools import lru_cache
+from math import prod
 
 from emu.cost.collectives.axes import Axis
 
@@ -27,17 +28,14 @@ def parts(axes: tuple[Axis, ...]) -> list[float]:
 
 
 @lru_cache(maxsize=1024)
-def torus_terms(axes: tuple[Axis, ...]) -> tuple[int, float]:
-    """Steps of an all-gather, and message over lanes: bytes S of it take S * this over the bytes/s of one lane.
+def turns_of(axes: tuple[Axis, ...]) -> tuple[tuple[int, float], ...]:
+    """Of each turn of an all-gather, its steps, and message over lanes: S bytes take S * this over a lane's bytes/s.
 
     A turn is over when all parts are through it.
     """
-    n = 1
-    for axis in axes:
-        n *= axis.extent
     order, shares = turns(axes), parts(axes)
-    gathered = [1 / n] * len(axes)  # of each part, what a device holds
-    steps, busy = 0, 0.0
+    gathered = [1 / prod(axis.extent for axis in axes)] * len(axes)  # of each part, what a device holds
+    found = []
     for turn in range(len(axes)):
         longest, slowest = 0, 0.0
         for part, along in enumerate(order):
@@ -46,6 +44,5 @@ def torus_terms(axes: tuple[Axis, ...]) -> tuple[int, float]:
             longest = max(longest, hops)
             slowest = max(slowest, hops * gathered[part] * shares[part] / axis.ports)
             gathered[part] *= axis.extent
-        steps += longest
-        busy += slowest
-    return steps, busy
+        found.append((longest, slowest))
+    return tuple(found)
