@@ -80,8 +80,8 @@ def carried_out(kind: str, cluster, members, algorithm: str, root: int = 0) -> t
     have: dict[tuple[int, int], dict[int, int]] = defaultdict(dict)
     for r in range(n):
         for c in chunks:
-            starts = {"broadcast": r == root, "all_gather": c // per == r}
-            if starts.get(kind, True):
+            other = (kind == "broadcast" and r != root) or (kind == "all_gather" and c // per != r)
+            if not other:
                 have[r, c] = {r: 1}
     at = 0
     moves = sorted(plan.moves, key=lambda m: m.step)

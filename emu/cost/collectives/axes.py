@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
 from math import prod
@@ -60,7 +60,7 @@ def axes_of(shape: Topology, places: Sequence[int]) -> tuple[Axis, ...]:
 
 def busiest_wire(shape: Topology, places: Sequence[int]) -> float:
     """Messages on the busiest wire, over its lanes, if each place sends one to the next."""
-    load = Counter[tuple[int, int]]()
+    load: dict[tuple[int, int], float] = defaultdict(float)
     for source, target in zip(places, [*places[1:], places[0]]):
         for wire in shape.path(source, target):
             load[wire.source, wire.target] += 1 / wire.lanes

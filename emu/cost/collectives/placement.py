@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
 from emu.cost.collectives.axes import Axis, axes_of, busiest_wire
 from emu.cost.errors import PricingError
-from emu.hardware import Cluster, Fabric, Node
+from emu.hardware import Cluster, Fabric, Node, Topology
 
 
 class Level(NamedTuple):
@@ -95,7 +95,7 @@ class _Shape(NamedTuple):
     """What of a node decides where a group lies; it is cheaper to look up than the node."""
 
     devices_per_node: int
-    shape: object
+    shape: Topology | None
     ports: int | None
 
 
@@ -145,7 +145,7 @@ def _inside(flat: Placement, places: Sequence[int], node: Node | _Shape) -> Plac
     )
 
 
-def _meshed_lanes(shape, places: Sequence[int]) -> float:
+def _meshed_lanes(shape: Topology, places: Sequence[int]) -> float:
     """Lanes from the member that has fewest to other members: what rings through all of them share."""
     among = set(places)
     lanes = dict.fromkeys(places, 0.0)
@@ -156,25 +156,20 @@ def _meshed_lanes(shape, places: Sequence[int]) -> float:
     return max(1.0, min(lanes.values()))  # two without a wire meet by way of a third
 
 
-def _levels(in_node: Counter[int], members: Sequence[int], size: int, fabric: Fabric) -> Iterable[Level]:
-    pods = Counter()
-    thin = fabric.oversubscription
+def _levels(in_node: Counter[int], members: Sequence[int], size: int, fabric: Fabric) -> Iterator[Level]:
+    """The levels whose parts the group spans. On rails a part is a unit, with as many leaf switches as the group has
+    rails; what leads up from a part is thin by the oversubscription, but for racks, which pods join in full."""
+    n, pod, thin = len(members), fabric.pod_devices, fabric.oversubscription
+    heights = [("rack", fabric.rack_devices, float(fabric.rack_devices)), ("pod", pod, pod / thin)]
     if fabric.kind == "rails":
         rails = len({member % size for member in members})
-        heights = [("unit", fabric.pod_devices, rails * (fabric.pod_devices // size) / thin)]
-    else:
-        heights = [("rack", fabric.rack_devices, float(fabric.rack_devices)), ("pod", fabric.pod_devices, 0.0)]
-        heights[1] = ("pod", fabric.pod_devices, fabric.pod_devices / thin)
-    n = len(members)
+        heights = [("unit", pod, rails * (pod // size) / thin)]
     for name, devices, lanes in heights:
-        pods = Counter[int]()
-        leaves = Counter[int]()
         order = [node * size // devices for node in in_node]
-        for node, count in in_node.items():
-            pods[node * size // devices] += count
-        if len(pods) == 1:
-            continue
-        for part, following in zip(order, [*order[1:], order[0]]):
-            leaves[part] += part != following
-        fullest = max(pods.values(), key=lambda k: k * (n - k))
-        yield Level(name, fullest, lanes, max(leaves.values()))
+        held, left = Counter[int](), Counter[int]()
+        for part, following, count in zip(order, [*order[1:], order[0]], in_node.values()):
+            held[part] += count
+            left[part] += part != following
+        if len(held) > 1:
+            fullest = max(held.values(), key=lambda k: k * (n - k))
+            yield Level(name, fullest, lanes, max(left.values()))
