@@ -1,0 +1,110 @@
+"""From a row of published runs to a case: a workload that can be priced, what was measured of it, and what was assumed.
+
+What a row leaves out is assumed where that is sensible, and `Case.assumed` names every such guess; where it is not, the
+case is not usable, and `Case.why_not` says why. See emu.validate.workloads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from emu.hardware import HardwareError
+from emu.planner.closed import Workload
+from emu.spmd import EmuError
+
+from .fold import canonical, in_fit, layout
+from .reading import Line
+from .rows import RunRow
+from .timing import measured_step
+from .words import Unclear
+from .workloads import Notes, workload_of
+
+GB, GIB = 1e9, 2**30
+
+
+@dataclass(frozen=True)
+class Case:
+    """One published run.
+
+    Args:
+        id: the row's own.
+        source: title of where it was read; section: of it, or "".
+        file, line: where the row stands.
+        layout: what the row states of the run, as canonical JSON (emu.validate.fold).
+        fit: whether constants may be fitted to it.
+        workload: what is priced; None where the row does not say enough.
+        measured_s: seconds of a step, None where none was measured; measured_of: the printed figure that they come from.
+        measured_bytes: memory of the fullest device, None where none was measured.
+        out_of_memory: True if it did not fit, False if the source says that it did, None if it says nothing.
+        assumed: what was taken for what the row does not say.
+        why_not: why it cannot be compared; None if it can.
+        row: as it was read.
+    """
+
+    id: str
+    source: str
+    section: str
+    file: str
+    line: int
+    layout: str
+    fit: bool
+    workload: Workload | None
+    measured_s: float | None
+    measured_of: str
+    measured_bytes: float | None
+    out_of_memory: bool | None
+    assumed: tuple[str, ...]
+    why_not: str | None
+    row: RunRow
+
+
+def cases_of(lines: Iterable[Line]) -> list[Case]:
+    """The measured runs among the rows of a file."""
+    return [case_of(line) for line in lines if isinstance(line.row, RunRow) and line.row.kind == "measured"]
+
+
+def case_of(line: Line) -> Case:
+    """A row's case. What cannot be used says why in `why_not`; nothing is raised."""
+    row = line.row
+    assert isinstance(row, RunRow)
+    workload, timed, notes, why_not = None, None, Notes(row), None
+    try:
+        workload = workload_of(row, notes)
+        timed = measured_step(row, workload)
+    except Unclear as error:
+        why_not = str(error)
+    except (EmuError, HardwareError) as error:
+        why_not = f"{error.message} {error.hint}".strip()
+    measured_bytes = _memory(row)
+    if workload is not None and timed is None and measured_bytes is None and not row.measured.oom:
+        why_not = _nothing_measured(row)
+    return Case(
+        id=row.id,
+        source=row.source.title,
+        section=row.source.section or "",
+        file=line.file,
+        line=line.line,
+        layout=canonical(layout(row)),
+        fit=in_fit(row),
+        workload=workload,
+        measured_s=timed.seconds if timed and not row.measured.oom else None,
+        measured_of=timed.of if timed else "",
+        measured_bytes=measured_bytes,
+        out_of_memory=row.measured.oom,
+        assumed=(*notes.told, *(timed.assumed if timed else ())),
+        why_not=why_not,
+        row=row,
+    )
+
+
+def _memory(row: RunRow) -> float | None:
+    if row.measured.mem_gib is not None:
+        return row.measured.mem_gib * GIB
+    return None if row.measured.mem_gb is None else row.measured.mem_gb * GB
+
+
+def _nothing_measured(row: RunRow) -> str:
+    if row.measured.layer_total_ms is not None:
+        return "its figures are of one layer, not of a step"
+    return "no time, rate or memory of a step is stated"
