@@ -20,7 +20,8 @@ from emu.virtual.host import HostBlock, copy_from_host, copy_to_host, device_mem
 from emu.virtual.lines import handling
 from emu.virtual.rendezvous import Half, Meeting, Rendezvous
 from emu.virtual.streams import DEFAULT, VirtualEvent, VirtualStream, check_use, uses_of
-from emu.virtual.works import CollectiveWork, MessagesWork, dtype_name, recorded, stand_still
+from emu.virtual.thread import Stop
+from emu.virtual.works import CollectiveWork, MessagesWork, dtype_name, recorded, stand_still, tensors_in
 
 if TYPE_CHECKING:
     from emu.spmd.group import Group
@@ -84,6 +85,12 @@ class VirtualDevice:
         if self.recorder is not None:
             self.recorder.at(line)
 
+    def about_to(self, kind: str, what: Any) -> None:
+        """Where a stepper may stop a rank, besides ops and communications: a wait that is part of a call is none."""
+        scheduler = self.rendezvous.scheduler
+        if scheduler.stop is not None and not (kind == "wait" and self._synchronous.depth):
+            scheduler.stop(self.rank, Stop(kind, what))
+
     # The Device protocol.
 
     def stream(self, name: str) -> VirtualStream:
@@ -109,6 +116,7 @@ class VirtualDevice:
 
     @contextmanager
     def kernel(self, name: str, flops: int | None, bytes: int | None, dtype: torch.dtype | None) -> Iterator[None]:
+        self.about_to("kernel", name)
         tracked = self.tracker.one_kernel(name, flops, bytes, dtype) if self.tracker else nullcontext()
         with self.inside_kernel(), tracked:
             yield
@@ -122,6 +130,7 @@ class VirtualDevice:
             self.tracker.declare(tensor, category, scope)
 
     def mark(self, name: str) -> None:
+        self.about_to("mark", name)
         self.events.append(Mark(name))
 
     @property
@@ -129,6 +138,7 @@ class VirtualDevice:
         return self.stream_now.name
 
     def copy_to_host(self, x: Tensor, name: str) -> HostBlock:
+        self.about_to("host", f"to_host {name}".rstrip())
         self._host_blocks += 1
         return copy_to_host(self, x, self._host_blocks, name)
 
@@ -136,9 +146,11 @@ class VirtualDevice:
         return device_memory(self, memory)
 
     def copy_from_host(self, memory: HostBlock, x: Tensor, name: str) -> None:
+        self.about_to("host", f"from_host {name}".rstrip())
         copy_from_host(self, memory, x, name)
 
     def synchronize(self) -> None:
+        self.about_to("host", "synchronize")
         self.host_wait(None, "synchronize")
 
     def host_wait(self, stream: VirtualStream | None, reason: str) -> None:
@@ -204,7 +216,7 @@ class VirtualDevice:
         return self._synchronous
 
     def collective(self, group: Group, call: Call) -> Work:
-        self.rendezvous.scheduler.before_communication(self.rank)
+        self.rendezvous.scheduler.before_communication(self.rank, Stop("collective", group, call))
         line = self.rendezvous.line_of() + handling()
         seq = self._sequence[group.key] = self._sequence.get(group.key, -1) + 1
         stream = self._communicates(group.label, self._synchronous.depth > 0)
@@ -223,7 +235,7 @@ class VirtualDevice:
         return CollectiveWork(self, meeting, what, line, event, stream, call)
 
     def messages(self, group: Group, messages: list[Message]) -> Work:
-        self.rendezvous.scheduler.before_communication(self.rank)
+        self.rendezvous.scheduler.before_communication(self.rank, Stop("messages", group, messages))
         line, parts, queues = self.rendezvous.line_of() + handling(), [], []
         alone = self._synchronous.depth > 0 and len(messages) == 1
         for m in messages:
@@ -286,15 +298,3 @@ class VirtualDevice:
                 return
         if self.many_streams:
             check_use(self, block, stream, x, writes, what, line, self._works)
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Every tensor in nested dicts, lists and tuples."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors_in(item)

@@ -53,7 +53,7 @@ def freed(device: VirtualDevice, block: Any) -> None:
     is_freed = f"is freed ({where})" if where else "is freed"
     fault = Fault(_error(device, block, uses, is_freed), len(device.events), on_purpose)
     scheduler.faults.setdefault(device.rank, []).append(fault)
-    scheduler.hooked = True
+    scheduler.hook()
 
 
 def frees(device: VirtualDevice, block: Any, what: str) -> None:
@@ -87,7 +87,7 @@ def tell_at_end(device: VirtualDevice) -> None:
 def _taken(scheduler: Scheduler, rank: int) -> list[Fault]:
     """A rank's faults, which are told once."""
     faults = scheduler.faults.pop(rank, [])
-    scheduler.hooked = scheduler.order == "time" or bool(scheduler.faults)
+    scheduler.hook()
     return faults
 
 

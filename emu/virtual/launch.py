@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 import inspect
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -118,13 +118,10 @@ def run_virtual(
                 raise
         device.end()
 
-    # Garbage cycles would be freed at moments that depend on the process's history; the record must not.
-    collecting = gc.isenabled()
     inside = threading.current_thread().name.startswith(
         RANK
     )  # launched by a rank, which holds the outer launch's baton
-    with nullcontext() if inside else _one_at_a_time:
-        gc.disable()
+    with nullcontext() if inside else _one_at_a_time, _NoCollection():
         try:
             with TorchHooks():
                 scheduler.run(body)
@@ -134,10 +131,47 @@ def run_virtual(
                 device.ledger.closed = True
                 device.tracker = None
                 device.clock = None
-            if collecting:
-                gc.enable()
     trace = Trace(dict(mesh.axes), {rank: device.events for rank, device in devices.items()})
     return VirtualRun([results[r] for r in running], trace, [d.ledger.peak_bytes for d in devices.values()])
+
+
+class _NoCollection:
+    """Garbage cycles would be freed at moments that depend on the process's history; the record must not.
+
+    In force as long as any launch is: a stepper's stays open while others come and go.
+    """
+
+    users = 0
+    before = True
+
+    def __enter__(self) -> None:
+        if not _NoCollection.users:
+            _NoCollection.before = gc.isenabled()
+            gc.disable()
+        _NoCollection.users += 1
+
+    def __exit__(self, *exc: object) -> None:
+        _NoCollection.users -= 1
+        if not _NoCollection.users and _NoCollection.before:
+            gc.enable()
+
+
+@contextmanager
+def paused(scheduler: Scheduler, rank: int) -> Iterator[None]:
+    """While a rank stands still with the baton in hand, the process is as outside of the launch, and others may launch.
+
+    Called on the rank's thread.
+    """
+    thread = scheduler.threads[rank]
+    thread.rng.save()
+    scheduler.outside.restore()
+    _one_at_a_time.release()
+    try:
+        yield
+    finally:
+        _one_at_a_time.acquire()
+        scheduler.outside.save()
+        thread.rng.restore()
 
 
 @cache

@@ -6,7 +6,7 @@ runs next depends on nothing but the program and the policy, so the same program
 
 from __future__ import annotations
 
-import ctypes
+import math
 import random
 import threading
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ import torch
 from emu.spmd.errors import EmuError
 from emu.virtual.freed import Fault, tell
 from emu.virtual.rng import RandomState
-from emu.virtual.thread import Thread, Waiting
+from emu.virtual.thread import Stop, Thread, Waiting, raise_in
 from emu.virtual.watchdog import LOOK_S, Watchdog
 
 RANK = "emu rank "  # what a rank's thread is called
@@ -43,6 +43,7 @@ class Scheduler:
         self.threads = {rank: Thread(rank) for rank in ranks}
         self.order = order
         self.hooked = order == "time"  # whether the hook before an op has anything to do
+        self.stop: Callable[[int, Stop], None] | None = None  # a stepper's: called before whatever a rank does
         self.faults: dict[int, list[Fault]] = {}  # what ranks must be told before they go on
         self.ending = False
         self.failure: tuple[int, BaseException] | None = None
@@ -55,7 +56,7 @@ class Scheduler:
 
     def run(self, body: Callable[[int], None]) -> None:
         """Runs body(rank) on every rank until all are done, and re-raises the first failure."""
-        before = RandomState()
+        self.outside = RandomState()
         try:
             for thread in self.threads.values():
                 thread.worker = threading.Thread(
@@ -73,7 +74,7 @@ class Scheduler:
                 if thread.worker is not None and thread.worker.ident is not None:
                     thread.worker.join()
                 thread.worker = None
-            before.restore()
+            self.outside.restore()
         if self.failure is not None:
             failure, self.failure = self.failure[1], None
             try:
@@ -115,7 +116,7 @@ class Scheduler:
                 with self._reach:
                     thread.done = True
                     if thread.told:  # not otherwise: CPython 3.11 runs slowly for good after taking back nothing
-                        _raise_in(threading.get_ident(), None)
+                        raise_in(threading.get_ident(), None)
             except Abort:
                 pass
         self._leave()
@@ -127,6 +128,7 @@ class Scheduler:
         self.ending = True
 
     def _end_all(self, interrupt: BaseException) -> None:
+        """Ends every rank, and returns when they have; called from outside of them."""
         self.fail(-1, interrupt)
         watchdog = Watchdog()
         while True:
@@ -145,7 +147,7 @@ class Scheduler:
             running = self._running
             if running is not None and not running.done and running.worker is not None and running.worker.is_alive():
                 running.told = True
-                _raise_in(running.worker.ident or 0, Abort)
+                raise_in(running.worker.ident or 0, Abort)
                 return
             if running is not None and running.done:
                 return  # it is handing the baton on
@@ -180,7 +182,11 @@ class Scheduler:
         thread.queued = True
         self._runnable.append(thread.rank)
 
-    def before_op(self, rank: int) -> None:
+    def hook(self) -> None:
+        """Works out whether the hook before an op has anything to do."""
+        self.hooked = self.order == "time" or self.stop is not None or bool(self.faults)
+
+    def before_op(self, rank: int, what: Stop | None = None) -> None:
         """The hook before every op: ends the rank if the run is ending, and hands over to a rank that is behind in time.
 
         Not while autocast is on: it runs ops inside a lock of the process, for which the next rank would wait, baton in hand.
@@ -189,12 +195,13 @@ class Scheduler:
             raise Abort
         if rank in self.faults:
             tell(self, rank)
-        if self.order != "time" or not self._runnable or torch.is_autocast_enabled("cpu"):
-            return
-        if min(self.threads[r].clock_s for r in self._runnable) < self.threads[rank].clock_s:
+        clocks_s = (self.threads[r].clock_s for r in self._runnable) if self.order == "time" else ()
+        if min(clocks_s, default=math.inf) < self.threads[rank].clock_s and not torch.is_autocast_enabled("cpu"):
             self._hand_over(rank)
+        if self.stop is not None and what is not None:
+            self.stop(rank, what)
 
-    def before_communication(self, rank: int) -> None:
+    def before_communication(self, rank: int, what: Stop) -> None:
         """The hook before every communication, where a seeded order may let another rank go first.
 
         Ranks can notice nothing else of each other, and an op might run inside a lock (logging's, an import's).
@@ -204,6 +211,8 @@ class Scheduler:
             self.before_op(rank)
         if self._chance is not None and self._runnable and self._chance.random() < PREEMPT_ODDS:
             self._hand_over(rank)
+        if self.stop is not None:
+            self.stop(rank, what)
 
     def asks(self, rank: int, waiting: Waiting) -> None:
         """A rank asked in vain whether something is done. Others go on meanwhile, or it would ask for ever."""
@@ -219,6 +228,16 @@ class Scheduler:
             self.threads[following].queued = False
             self._queue(thread)
             self._switch(thread, following)
+
+    def give(self, rank: int, to: int) -> bool:
+        """Hands the baton to a rank of a stepper's choice; says whether that one could go on."""
+        if to == rank or not self.threads[to].queued or torch.is_autocast_enabled("cpu"):
+            return False
+        self._runnable.remove(to)
+        self.threads[to].queued = False
+        self._queue(self.threads[rank])
+        self._switch(self.threads[rank], to)
+        return True
 
     def _hand_over(self, rank: int) -> None:
         self._queue(self.threads[rank])
@@ -279,10 +298,3 @@ class Scheduler:
             self._finished.set()
         else:
             self._pass_on(following)
-
-
-def _raise_in(ident: int, error: type[BaseException] | None) -> None:
-    """Raises an exception in another thread, at its next bytecode; None takes back one that has not arrived."""
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(
-        ctypes.c_ulong(ident), None if error is None else ctypes.py_object(error)
-    )

@@ -63,6 +63,7 @@ class VirtualStream:
         other.record_event().wait(self)
 
     def synchronize(self) -> None:
+        self._device.about_to("host", f"synchronize {self.name}")
         self._device.host_wait(self, "synchronize")
 
     def __repr__(self) -> str:
@@ -80,6 +81,7 @@ class VirtualEvent:
 
     def record(self, stream: VirtualStream | None = None) -> VirtualEvent:
         stream = stream or self._device.stream_now
+        self._device.about_to("event", f"record_event on {stream.name}")
         self._device.count_uses()
         self.number = self._device.next_event()
         self._point, self._stream = stream.point(), stream
@@ -89,12 +91,14 @@ class VirtualEvent:
     def wait(self, stream: VirtualStream | None = None) -> None:
         stream = stream or self._device.stream_now
         if self._point is not None:
+            self._device.about_to("event", f"wait_event {self.number} on {stream.name}")
             self._device.settle(self._point)
             stream.merge(self._point)
             self._device.issue(EventWait(self.number, stream.name))
 
     def synchronize(self) -> None:
         if self._point is not None and self._stream is not None:
+            self._device.about_to("event", f"synchronize event {self.number}")
             self._device.settle(self._point)
             self._device.host_sees(self._point)
             self._device.issue(HostWait(self._stream.name, f"event {self.number}"))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from emu.virtual.rng import RandomState
 
@@ -17,6 +19,21 @@ class Waiting:
     where: str
     missing: Callable[[], list[int]]
     item: object = None
+
+
+def raise_in(ident: int, error: type[BaseException] | None) -> None:
+    """Raises an exception in another thread, at its next bytecode; None takes back one that has not arrived."""
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(
+        ctypes.c_ulong(ident), None if error is None else ctypes.py_object(error)
+    )
+
+
+class Stop(NamedTuple):
+    """What a rank is about to do, for whoever steps it."""
+
+    kind: str  # "op", "kernel", "collective", "messages", "wait", "event", "host", "mark" or "breakpoint"
+    of: Any  # torch's operator, the group, or a text
+    args: Any = ()  # the operator's arguments, the call, or the messages
 
 
 class Thread:

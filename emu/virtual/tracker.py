@@ -24,6 +24,7 @@ from emu.virtual.lines import user_line
 from emu.virtual.shapes import META, NORMS, only_moves, statistics_as_on_cpu, without_values
 from emu.virtual.streams import Use, check_use, extent
 from emu.virtual.tensors import Tensors
+from emu.virtual.thread import Stop
 
 if TYPE_CHECKING:
     from emu.virtual.scheduler import Scheduler
@@ -56,7 +57,7 @@ class Tracker(Tensors, TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         scheduler = self._scheduler
         if scheduler.ending or scheduler.hooked:
-            scheduler.before_op(self.device.rank)
+            scheduler.before_op(self.device.rank, Stop("op", func, args))
         op = op_of(func)
         if op.composite:  # seen whole only in inference mode; what it is made of is what runs
             with self:

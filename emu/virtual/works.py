@@ -7,7 +7,7 @@ it drops the work, too, without waiting, they die while the communication may st
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor
@@ -67,6 +67,7 @@ class VirtualWork(DeviceWork):
         def missing() -> list[int]:
             return sorted({peer for items in works for item, _ in items if not item.done for peer in item.missing()})
 
+        device.about_to("wait", f"wait_any of {len(works)}")
         scheduler.before_op(rank)
         if not done():
             for items in works:
@@ -112,6 +113,7 @@ class CollectiveWork(VirtualWork):
         return [self._what]
 
     def wait(self) -> Any:
+        self._device.about_to("wait", self)
         stand_still(self._device, self._meeting, self._what, self._line)
         _ordered(self._device, self._meeting, self._event, self._point)
         return self._call.target
@@ -135,6 +137,7 @@ class MessagesWork(VirtualWork):
         return [what for _, what, *_ in self._parts]
 
     def wait(self) -> list[Tensor]:
+        self._device.about_to("wait", self)
         for half, what, *_ in self._parts:
             stand_still(self._device, half, what, self._line)
         for half, _, event, point, _ in self._parts:
@@ -198,6 +201,18 @@ def recorded(group: Group, call: Call, seq: int, stream: str, after: str, work: 
         work,
         call.name,
     )
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Every tensor in nested dicts, lists and tuples."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
 
 
 def dtype_name(x: Tensor) -> str:

@@ -149,8 +149,8 @@ def test_an_interrupt_while_ranks_are_being_started(monkeypatch):
 
 def test_control_without_telling_it_an_endless_loop_would_go_on(monkeypatch):
     told = []
-    right = scheduler._raise_in
-    monkeypatch.setattr(scheduler, "_raise_in", lambda ident, error: (told.append(error), right(ident, error)))
+    right = scheduler.raise_in
+    monkeypatch.setattr(scheduler, "raise_in", lambda ident, error: (told.append(error), right(ident, error)))
     interrupt(loops)
     assert scheduler.Abort in told
     told.clear()
