@@ -40,6 +40,7 @@ class Stack:
         accumulator_bytes: of a gradient as kept between micro-batches, beside what the optimizer has.
         optimizer_bytes: of master weight and moments of a parameter.
         keeps_outputs: whether a stage keeps what it sent, too.
+        recorded: whether its kernels are counted one by one as emu records them, instead of by the fields above.
         words: a source whose title or notes have one of these used it; also: and one of these, if there are any.
         chips: and it ran on a chip whose name starts with one of these, if there are any.
         fsdp: and parameters were sharded or not; None: either.
@@ -65,6 +66,7 @@ class Stack:
     accumulator_bytes: int = 2
     optimizer_bytes: int = 12
     keeps_outputs: bool = False
+    recorded: bool = False
     words: tuple[str, ...] = ()
     also: tuple[str, ...] = ()
     chips: tuple[str, ...] = ()

@@ -10,6 +10,7 @@ from .ends import FUSED_CROSS_ENTROPY_BYTES, Ends, end_work
 from .flops import step_flops
 from .layer import layer_work
 from .memory import peak_bytes
+from .own_step import own_parts
 from .pipeline import hops_s, makespan_s
 from .prices import Prices
 from .sharding import beside_s, ends_on_rank, fsdp_layer, optimizer_s, params_on_rank, reduction_s, tied_s
@@ -73,6 +74,24 @@ def priced(
     """The prediction for a prepared workload; `prices` saves building them again."""
     w, micro_batch = prepared.workload, prepared.micro_batch
     prices = prices or Prices(w.cluster, stack(w.stack), constants, w.power_w)
+    layers = layers_of_stages(w.layers, w.pp)
+    parts, detail = (
+        (own_parts(w, prices, micro_batch), {}) if prices.stack.recorded else _parts(prepared, prices, layers)
+    )
+    return Prediction(
+        step_s=sum(parts.values()),
+        parts=parts,
+        peak_bytes=peak_bytes(w, prices.stack, micro_batch, layers),
+        params_per_rank=sum(params_on_rank(w)) + ends_on_rank(w),
+        flops=step_flops(w),
+        micro_batch=micro_batch,
+        detail=detail,
+    )
+
+
+def _parts(prepared: Prepared, prices: Prices, layers: tuple[int, ...]) -> tuple[dict[str, float], dict[str, float]]:
+    """Seconds of a step by what they go to, which add up to it; and figures of one layer."""
+    w, micro_batch = prepared.workload, prepared.micro_batch
     steps = w.microbatches(micro_batch)
     layer = _layer(prepared, prices)
     gathered = 0.0
@@ -84,7 +103,6 @@ def priced(
         beside = layer._replace(forward=forward, backward=beside_s(layer.backward, sharded.backward, loss))
         gathered = sharded.gather + sharded.reduce  # before the first layer, and after the last
     first, last = _ends_s(prepared, prices)
-    layers = layers_of_stages(w.layers, w.pp)
     stages = stage_times(layers, beside, first, last)
     slowest = max(range(w.pp), key=lambda i: stages[i].whole)
     pipeline = makespan_s(w, stages, steps)
@@ -108,15 +126,7 @@ def priced(
         "optimizer": optimizer_s(w, prices),
         "step": prices.software["software.step_s"],
     }
-    return Prediction(
-        step_s=sum(parts.values()),
-        parts=parts,
-        peak_bytes=peak_bytes(w, prices.stack, micro_batch, layers),
-        params_per_rank=sum(params_on_rank(w)) + ends_on_rank(w),
-        flops=step_flops(w),
-        micro_batch=micro_batch,
-        detail={**layer._asdict(), "hop": hop, "first": sum(first), "last": sum(last)},
-    )
+    return parts, {**layer._asdict(), "hop": hop, "first": sum(first), "last": sum(last)}
 
 
 def _layer(prepared: Prepared, prices: Prices) -> LayerTime:
