@@ -13,6 +13,8 @@ import typer
 from emu.commands.clinic import clinic
 from emu.commands.demo import demo
 from emu.commands.run import run
+from emu.commands.simulate import simulate
+from emu.commands.validate import validate
 from emu.commands.verify import verify
 from emu.programs import DONE, FALSE, INTERRUPTED, Failure, failure_of
 from emu.terminal import only_json, print_json
@@ -22,7 +24,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (demo, verify, run, clinic):
+for command in (demo, verify, run, clinic, simulate, validate):
     app.command()(command)
 
 

@@ -75,6 +75,12 @@ PLAN_FLAGS: dict[str, Any] = {
         int, "--micro-batch", text="With --model: the most sequences of a rank at once.", default="all"
     ),
     "precision": _flag(str, "--precision", text="With --model: fp32, bf16-mixed or fp16-scaled.", default="bf16-mixed"),
+    "dtype": _flag(
+        str, "--dtype", text="With --model: one dtype for every role, in place of --precision.", default="by role"
+    ),
+    "launch_mode": _flag(
+        str, "--launch-mode", text="With --model: how kernels start: eager, compiled or graph.", default="eager"
+    ),
     "global_batch": _flag(int, "--global-batch", text="With --model: sequences in the batch.", default="8"),
     "seq": _flag(
         int, "--seq", text="With --model: tokens in a sequence.", default="32, or what the model takes if less"

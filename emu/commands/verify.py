@@ -48,11 +48,10 @@ def verify(
         elif model is not None and program is None and reference is None:
             with_seed, most = _model(model)
             plan, said = plan_of(flags, most, mesh="dp=2")
+            if tier == "float32" and "dtype" in said and plan.dtype not in (None, "fp32", "float32"):
+                _refuse_precision("--dtype", plan.dtype)
             if tier == "float32" and plan.precision != "fp32" and "precision" in said:
-                raise EmuError(
-                    f"--tier float32 computes everything in float32, and --precision {plan.precision} asks for another",
-                    "leave out --precision, or --tier: the exact tier checks any precision",
-                )
+                _refuse_precision("--precision", plan.precision)
             verdict = verify_plan(with_seed(plan.seed), plan, None, tier, mutants, progress)
         else:
             raise EmuError(
@@ -64,6 +63,15 @@ def verify(
     else:
         typer.echo(str(verdict))
     return DONE if verdict else FALSE
+
+
+def _refuse_precision(flag: str, value: str) -> None:
+    from emu.spmd import EmuError
+
+    raise EmuError(
+        f"--tier float32 computes everything in float32, and {flag} {value} asks for another",
+        f"leave out {flag}, or --tier: the exact tier checks any precision",
+    )
 
 
 def _given(called: typer.Context, name: str) -> bool:

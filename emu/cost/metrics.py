@@ -9,6 +9,7 @@ from math import ceil, prod
 from typing import TYPE_CHECKING, Any
 
 from emu.cost.collectives import sent_bytes
+from emu.cost.energy import energy_j
 from emu.cost.kernels import is_model_work
 from emu.trace.events import Alloc, Collective, Free, HostCopy, HostFree, Kernel, Transfer
 from emu.trace.units import bytes_text, metric_text, percent_text, time_text
@@ -45,6 +46,9 @@ class Metrics:
             do while none of its kernels does; each of the rank where it is longest.
         host_copy_bytes: "to_host" and "from_host", what the rank copies that copies most; empty if nobody copies.
         peak_host_bytes: by rank, the most that such copies held in host memory at once; None where memory was not recorded.
+        kernel_hfu: the work that hfu counts, over what the devices could do at peak in the time in which kernels of such
+            work (matrix products and attention) run: what those kernels reach, however long a device waits for them.
+        energy_j: joules of all devices of the mesh, by emu.cost.energy's rough model; None where their power is not known.
         flops_convention: how operations are counted.
         tokens_per_s, tokens_per_s_per_device: None if the number of tokens was not given.
     """
@@ -67,6 +71,8 @@ class Metrics:
     exposed_host_copy_s: float = 0.0
     host_copy_bytes: dict[str, int] = field(default_factory=dict)
     peak_host_bytes: list[int] | None = None
+    kernel_hfu: float = 0.0
+    energy_j: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """All fields by name, ready for JSON."""
@@ -108,9 +114,10 @@ def measure(timeline: Timeline, tokens: int | None = None) -> Metrics:
     recomputed: Counter[str] = Counter()
     comm_bytes: Counter[str] = Counter()
     copied_bytes: Counter[str] = Counter()
-    exposed_s = comm_s = busy_s = copying_s = exposed_copying_s = 0.0
+    exposed_s = comm_s = busy_s = working_s = copying_s = exposed_copying_s = 0.0
     for rank, events in trace.events.items():
         kernels: list[tuple[float, float]] = []
+        matrix: list[tuple[float, float]] = []  # those whose work counts
         communication: list[tuple[float, float]] = []
         copies: list[tuple[float, float]] = []
         copied: Counter[str] = Counter()
@@ -120,6 +127,7 @@ def measure(timeline: Timeline, tokens: int | None = None) -> Metrics:
                 kernels.append((starts[i], ends[i]))
                 if event.flops and is_model_work(event):
                     work[event.dtype] += event.flops
+                    matrix.append((starts[i], ends[i]))
                     if event.phase == "recompute":
                         recomputed[event.dtype] += event.flops
             elif type(event) is Collective or type(event) is Transfer:
@@ -128,6 +136,7 @@ def measure(timeline: Timeline, tokens: int | None = None) -> Metrics:
                 copies.append((starts[i], ends[i]))
                 copied[event.kind] += event.bytes
         running, talking = _union(kernels), _union(communication)
+        working_s += _length(_union(matrix))
         busy_s += _length(running)
         comm_s = max(comm_s, _length(talking))
         exposed_s = max(exposed_s, _length(_union([*running, *talking])) - _length(running))
@@ -135,14 +144,17 @@ def measure(timeline: Timeline, tokens: int | None = None) -> Metrics:
         copying_s = max(copying_s, _length(copying))
         exposed_copying_s = max(exposed_copying_s, _length(_union([*running, *copying])) - _length(running))
         copied_bytes |= copied
-        for label, sent in _sent(rank, events).items():
+        for label, sent in sent_by_label(rank, events).items():
             comm_bytes[label] = max(comm_bytes[label], sent)
     ranks = max(len(trace.events), 1)
     dtype = max(sorted(work), key=work.__getitem__, default="")
     done, again = sum(work.values()), sum(recomputed.values())
-    could = step_s * ranks * timeline.cluster.chip.peak(dtype) if dtype else 0.0
+    chip = timeline.cluster.chip
+    peak = chip.peak(dtype) if dtype else 0.0
+    could, could_working = step_s * ranks * peak, working_s * peak
     devices = prod(trace.axes.values()) or ranks
     peaks_bytes = _peaks_bytes(trace.events.values())
+    busy = busy_s / ranks / step_s if step_s else 0.0
     return Metrics(
         step_time_s=step_s,
         mfu=(done - again) / could if could else 0.0,
@@ -152,7 +164,7 @@ def measure(timeline: Timeline, tokens: int | None = None) -> Metrics:
         exposed_comm_s=exposed_s,
         exposed_comm_fraction=exposed_s / step_s if step_s else 0.0,
         comm_s=comm_s,
-        busy_fraction=busy_s / ranks / step_s if step_s else 0.0,
+        busy_fraction=busy,
         comm_bytes=dict(+comm_bytes),  # a group of one sends nothing
         peak_hbm_bytes=peaks_bytes,
         tokens_per_s=tokens / step_s if tokens is not None and step_s else None,
@@ -161,6 +173,8 @@ def measure(timeline: Timeline, tokens: int | None = None) -> Metrics:
         exposed_host_copy_s=exposed_copying_s,
         host_copy_bytes=dict(copied_bytes),
         peak_host_bytes=None if peaks_bytes is None else [_peak_host_bytes(e) for e in trace.events.values()],
+        kernel_hfu=done / could_working if could_working else 0.0,
+        energy_j=energy_j(chip, devices, step_s, busy),
     )
 
 
@@ -184,7 +198,7 @@ def _length(intervals: Iterable[tuple[float, float]]) -> float:
     return sum(end - start for start, end in intervals)
 
 
-def _sent(rank: int, events: Iterable) -> dict[str, int]:
+def sent_by_label(rank: int, events: Iterable) -> dict[str, int]:
     """Bytes that a rank puts on links, by group label, rounded up once at the end."""
     counts: Counter[tuple] = Counter()  # equal calls are counted, then computed once
     first: dict[tuple, Collective | Transfer] = {}

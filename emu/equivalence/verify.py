@@ -48,7 +48,9 @@ def verify(
     """
     plan = checked_plan(plan)
     if tier == "float32":
-        plan = replace(plan, precision="fp32")  # a tier is one dtype for all roles; the others see to that themselves
+        plan = replace(
+            plan, precision="fp32", dtype=None
+        )  # a tier is one dtype for all roles; the others see to that themselves
     made = model if isinstance(model, nn.Module) else _made(model)
     check_fit(made, plan)
     mesh = mesh_of(plan)

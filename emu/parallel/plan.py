@@ -34,6 +34,8 @@ class Plan:
         microbatches: into how many parts a rank's share of a step is cut; or micro_batch, the most sequences of a rank at once.
         global_batch, seq: sequences in a step, and tokens in each.
         precision: a preset.
+        dtype: the one dtype of every role, in place of a preset's, e.g. "bf16"; None: as precision says.
+        launch_mode: how kernels are launched: eager, compiled or graph. It changes times, and nothing that is computed.
         seed: of weights and data.
     """
 
@@ -56,6 +58,8 @@ class Plan:
     global_batch: int = 8
     seq: int = 32
     precision: str = "bf16-mixed"
+    dtype: str | None = None
+    launch_mode: str = "eager"
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -115,7 +119,9 @@ class Plan:
         return -(-self.rows() // self.micro_batch) if self.micro_batch else self.microbatches
 
     def precision_roles(self) -> Precision:
-        return Precision.preset(self.precision)
+        if self.dtype is None:
+            return Precision.preset(self.precision)
+        return Precision(*(self.dtype for _ in fields(Precision)))
 
 
 def checked_plan(plan: object) -> Plan:

@@ -16,11 +16,12 @@ from emu.parallel.context.cut import KINDS
 from emu.parallel.pipeline.schedules import make
 from emu.parallel.wrapping import checked_options, divisors
 from emu.spmd import PlanError
-from emu.spmd.precision import PRESETS
+from emu.spmd.precision import DTYPES, PRESETS
 
 if TYPE_CHECKING:
     from emu.parallel.plan import Plan
 
+LAUNCH_MODES = ("eager", "compiled", "graph")  # those that a price is known for
 USUAL = {"global_batch": 8, "seq": 8}  # what to say instead of what is no number of at least 1; else 1
 
 
@@ -40,7 +41,7 @@ def check_plan(plan: Plan, in_mesh: Collection[str] = ()) -> None:
             told.nearest = ",".join([*filter(None, [str(plan.mesh)]), *(f"{axis}={n}" for axis, n in folds.items())])
             told.field = "mesh"
         raise
-    for check in (_sequences, _schedule, _context, _checkpoint, _shards, _microbatches, _precision):
+    for check in (_sequences, _schedule, _context, _checkpoint, _shards, _microbatches, _precision, _launch_mode):
         check(plan)
 
 
@@ -216,6 +217,32 @@ def _precision(plan: Plan) -> None:
             f"use one of {', '.join(PRESETS)}",
             field="precision",
             nearest=near(plan.precision, tuple(PRESETS), "bf16-mixed"),
+        )
+    if plan.dtype is None:
+        return
+    if not isinstance(plan.dtype, str) or plan.dtype not in DTYPES:
+        raise PlanError(
+            f"there is no dtype {plan.dtype!r}",
+            f"use one of {', '.join(DTYPES)}",
+            field="dtype",
+            nearest=near(plan.dtype, tuple(DTYPES), "bf16"),
+        )
+    if plan.precision != "bf16-mixed":
+        raise PlanError(
+            f"dtype={plan.dtype} is that of every role, and precision={plan.precision} says each role's",
+            "leave one of them out",
+            field="dtype",
+            nearest=None,
+        )
+
+
+def _launch_mode(plan: Plan) -> None:
+    if not isinstance(plan.launch_mode, str) or plan.launch_mode not in LAUNCH_MODES:
+        raise PlanError(
+            f"there is no launch_mode {plan.launch_mode!r}",
+            f"use one of {', '.join(LAUNCH_MODES)}",
+            field="launch_mode",
+            nearest=near(plan.launch_mode, LAUNCH_MODES, "eager"),
         )
 
 

@@ -56,21 +56,7 @@ class PlanFile:
             PlanError: no such file, one that is no TOML, or a key that is no field. Fields: file, line, field.
         """
         name = fspath(path)
-        try:
-            text = Path(name).read_text(encoding="utf-8-sig")  # some editors begin a file with a mark of its encoding
-        except FileNotFoundError:
-            raise _wrong(
-                name, None, "there is no such file", "check the path; it is relative to where you are"
-            ) from None
-        except (OSError, UnicodeDecodeError) as error:
-            raise _wrong(name, None, f"cannot be read: {error}", "give a TOML file in UTF-8") from None
-        try:
-            everything = _parsed(text)
-        except (ValueError, RecursionError) as error:  # TOMLDecodeError is a ValueError, in tomllib and in tomli
-            found = re.search(r"line (\d+)", str(error))
-            line = int(found[1]) if found else len(text.splitlines()) or None
-            how = 'a line is name = value, or [plan]; text stands in "quotes"'
-            raise _wrong(name, line, f"no valid TOML: {error}", how) from None
+        text, everything = read_toml(name)
         table = everything[TABLE] if TABLE in everything else _without_others(everything, known)
         file = cls(name, text, table if isinstance(table, dict) else {}, TABLE in everything)
         if not isinstance(table, dict):
@@ -115,6 +101,28 @@ class PlanFile:
             {name: value for name, value in vars(of).items() if name not in ("message", "hint", "field")} if of else {}
         )
         return _wrong(self.path, _line_of(self.text, path), message, hint, field, **more)
+
+
+def read_toml(path: str | PathLike[str]) -> tuple[str, dict[str, Any]]:
+    """A file's text, and what it says.
+
+    Raises:
+        PlanError: no such file, or one that is no TOML. Fields: file, line.
+    """
+    name = fspath(path)
+    try:
+        text = Path(name).read_text(encoding="utf-8-sig")  # some editors begin a file with a mark of its encoding
+    except FileNotFoundError:
+        raise _wrong(name, None, "there is no such file", "check the path; it is relative to where you are") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise _wrong(name, None, f"cannot be read: {error}", "give a TOML file in UTF-8") from None
+    try:
+        return text, _parsed(text)
+    except (ValueError, RecursionError) as error:  # TOMLDecodeError is a ValueError, in tomllib and in tomli
+        found = re.search(r"line (\d+)", str(error))
+        line = int(found[1]) if found else len(text.splitlines()) or None
+        how = 'a line is name = value, or [plan]; text stands in "quotes"'
+        raise _wrong(name, line, f"no valid TOML: {error}", how) from None
 
 
 def _without_others(everything: Mapping[str, Any], known: tuple[str, ...]) -> dict[str, Any]:

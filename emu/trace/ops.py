@@ -211,6 +211,12 @@ def _foreach(args: Sequence[Any], outs: Sequence[Tensor]) -> Work:
     return Work(sum(t.numel() for t in first), _touched(args, list(outs) or first), ())
 
 
+def _fused_adam(args: Sequence[Any], outs: Sequence[Tensor]) -> Work:
+    """A whole step in one kernel: reads parameters, gradients and moments, and writes all of them but the gradients."""
+    gradients, *written = (sum(t.nbytes for t in args[i]) for i in (1, 0, 2, 3, 4))
+    return Work(sum(t.numel() for t in args[0]), gradients + 2 * sum(written), ())
+
+
 def _touched(args: Sequence[Any], outs: Sequence[Tensor]) -> int:
     flat = [t for a in args for t in (a if isinstance(a, (list, tuple)) else (a,)) if isinstance(t, Tensor)]
     return sum(t.nbytes for t in (*flat, *outs))
@@ -234,6 +240,7 @@ COUNTS: dict[Any, Callable[[Sequence[Any], Sequence[Tensor]], Work]] = {
     **dict.fromkeys(FILLS, _fill),
     aten.copy_: _copy,
     **dict.fromkeys((aten.clone, aten._to_copy, aten.cat, aten.stack), _convert),
+    **dict.fromkeys((aten._fused_adam_, aten._fused_adamw_), _fused_adam),
     aten.convolution: _convolution,
     aten.convolution_backward: _convolution_backward,
 }

@@ -40,6 +40,8 @@ ASKED: dict[str, st.SearchStrategy[Any]] = {
     "global_batch": st.integers(0, 9),
     "seq": st.integers(0, 9),
     "precision": st.sampled_from(["fp32", "bf16", "bf16-mixed", "fp16"]),
+    "dtype": st.none() | st.sampled_from(["fp32", "bf16", "int8"]),
+    "launch_mode": st.sampled_from(["eager", "compiled", "graph", "jit"]),
     "seed": st.integers(-1, 2),
 }
 
@@ -105,6 +107,9 @@ def test_so_do_thousands_of_wishes() -> None:
         ({"mesh": "dp=4", "ep": 2, "zero": 1, "replicate": 4}, "the 2 ranks of mesh=dp=4 that hold", "replicate", 2),
         ({"mesh": "pp=3,dp=2", "schedule": "dualpipe"}, "dualpipe needs an even number of ranks", "mesh", "pp=4,dp=2"),
         ({"precision": "fp16"}, "there is no precision 'fp16'", "precision", "fp16-scaled"),
+        ({"dtype": "bf61"}, "there is no dtype 'bf61'", "dtype", "bf16"),
+        ({"dtype": "fp32", "precision": "fp16-scaled"}, "dtype=fp32 is that of every role", "dtype", None),
+        ({"launch_mode": "graphs"}, "there is no launch_mode 'graphs'", "launch_mode", "graph"),
         ({"mesh": "cp=2", "context": "zig-zag"}, "there is no context='zig-zag'", "context", "zigzag"),
         ({"zero": 5}, "there is no zero=5", "zero", 3),
     ],
