@@ -2,8 +2,9 @@
 
 A GPU cuts the output into tiles and deals them out to its cores, one each; when all are done, the next so many: a wave.
 A product of one tile more than there are cores takes two waves, as long as one of twice as many. Partial tiles cost as
-much as whole ones. With few tiles, split-k lets several cores share one, each with a part of k, and adds up what they
-found. A systolic array (TPU) takes whole blocks of its own side instead, and has no waves.
+much as whole ones. Libraries soften both: with tiles of half the size, at a lower rate, or by split-k, where several
+cores share a tile, each with a part of k, and add up what they found; published step times are met best if either may
+be chosen for any product. A systolic array (TPU) takes whole blocks of its own side instead, and has no waves.
 
 Source: NVIDIA, Matrix Multiplication Background User's Guide (docs.nvidia.com/deeplearning/performance), tile and wave
 quantisation.
