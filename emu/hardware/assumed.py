@@ -31,8 +31,13 @@ def with_fitted(tables: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any
     return {short: _by_rule(table, ratio) for short, table in done.items()}
 
 
+def links_with_fitted(tables: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Tables of links with the constants of the families that each names."""
+    return {kind: _fitted(table) if table.get("fitted") else table for kind, table in tables.items()}
+
+
 def _fitted(table: dict[str, Any]) -> dict[str, Any]:
-    """A chip's table with its families' constants, and their sources."""
+    """A chip's or a link's table with its families' constants, and their sources."""
     families = tuple(table.get("fitted", ()))
     constants = {name: c for name, c in fitted().items() if name.split(".", 1)[0] in families}
     found = values_of(families, {name: c.value for name, c in constants.items()})

@@ -31,6 +31,7 @@ def build_chip(table: Mapping[str, Any]) -> Chip:
 def build_link(table: Mapping[str, Any]) -> Link:
     """A link from its table."""
     values = _values(table)
+    values["fitted"] = tuple(values.get("fitted", ()))
     values["protocols"] = tuple(Protocol(**_values(p)) for p in table.get("protocols", ()))
     sources = _sources(table)
     values.setdefault("source", sources.get("bandwidth_bytes_per_s") or next(iter(sources.values()), ""))

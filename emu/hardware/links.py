@@ -48,9 +48,10 @@ class Link:
         in_switch_latency_s: its fixed time, of a network card that of one step between nodes; None where the switch
             cannot sum.
         launch_s: what a collective costs beside NCCL's own time, as benchmarks from a framework see it; paid once a
-            collective at each level that it crosses.
+            collective at each level that it crosses. None where none is known.
         fill_s, fill_bytes: what a message of S bytes loses while large messages' pipes fill (protocol Simple and
-            in-switch sums): fill_s * S / (S + fill_bytes).
+            in-switch sums): fill_s * S / (S + fill_bytes). None where nothing is known.
+        fitted: families of the constants that it takes (emu.hardware.fitted).
         calibrated_bytes_per_s: bus bandwidth fitted to a machine at hand; None until calibrated.
         source, sources: where the link was described; field name to where its number was read.
     """
@@ -64,9 +65,10 @@ class Link:
     protocols: tuple[Protocol, ...] = ()
     in_switch_fraction: float | None = None
     in_switch_latency_s: float | None = None
-    launch_s: float = 0.0
-    fill_s: float = 0.0
-    fill_bytes: float = 1.0
+    launch_s: float | None = None
+    fill_s: float | None = None
+    fill_bytes: float | None = None
+    fitted: tuple[str, ...] = ()
     calibrated_bytes_per_s: float | None = None
     source: str = ""
     sources: Mapping[str, str] = field(default_factory=dict, hash=False, repr=False)

@@ -6,7 +6,7 @@ import re
 from functools import cache
 from typing import Any
 
-from .assumed import with_fitted
+from .assumed import links_with_fitted, with_fitted
 from .build import build_chip, build_fabric, build_host, build_link, build_node, build_storage, part_of_node
 from .chips import Chip
 from .clusters import Cluster, Fabric
@@ -18,9 +18,9 @@ _NAME_AND_COUNT = re.compile(r"(?P<name>.+)-(?P<count>\d+)")
 
 @cache
 def preset_tables(file: str) -> dict[str, Any]:
-    """A packaged TOML file as plain tables: "chips", "links", "nodes" or "clusters"; chips with their constants."""
+    """A packaged TOML file as plain tables: "chips", "links", "nodes" or "clusters"; chips and links with their constants."""
     tables = packaged(file)
-    return with_fitted(tables) if file == "chips" else tables
+    return {"chips": with_fitted, "links": links_with_fitted}.get(file, dict)(tables)
 
 
 def chip_names() -> tuple[str, ...]:

@@ -22,6 +22,8 @@ def _bytes(value: Any) -> Any:
         return value
     if re.search(r"[KMGTP]i?b(?!i)", value):
         raise ValueError("a small b means bits, and this is in bytes (B)")
+    if not re.search("[a-zA-Z]", value):
+        raise ValueError("a size in quotes needs a unit")
     try:
         return int(TypeAdapter(ByteSize).validate_python(value))
     except ValidationError:
@@ -136,9 +138,10 @@ class LinkTable(_Table):
     protocols: list[ProtocolTable] = []
     in_switch_fraction: UpToTwo | None = None
     in_switch_latency_s: NotNegative | None = None
-    launch_s: NotNegative = 0.0
-    fill_s: NotNegative = 0.0
-    fill_bytes: Bytes = 1.0
+    launch_s: NotNegative | None = None
+    fill_s: NotNegative | None = None
+    fill_bytes: Bytes | None = None
+    fitted: list[str] = []
     calibrated_bytes_per_s: Positive | None = None
 
     @model_validator(mode="after")

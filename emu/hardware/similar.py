@@ -44,7 +44,7 @@ from .links import HostLink, Link
 if TYPE_CHECKING:
     from .clusters import Cluster
 
-_SCALED_IN_LINKS = ("bandwidth_bytes_per_s", "calibrated_bytes_per_s", "cap_bytes_per_s")
+_SCALED_IN_LINKS = ("bandwidth_bytes_per_s", "calibrated_bytes_per_s", "cap_bytes_per_s", "fill_bytes")
 COMMUNICATION = ("gradients", "activations")
 
 
@@ -153,7 +153,7 @@ def scaled_link(link: Link, scale: Scale) -> Link:
         link,
         bandwidth_bytes_per_s=link.bandwidth_bytes_per_s * k,
         calibrated_bytes_per_s=None if calibrated is None else calibrated * k,
-        fill_bytes=link.fill_bytes * k,
+        fill_bytes=None if link.fill_bytes is None else link.fill_bytes * k,
         protocols=tuple(
             p if p.cap_bytes_per_s is None else replace(p, cap_bytes_per_s=p.cap_bytes_per_s * k)
             for p in link.protocols

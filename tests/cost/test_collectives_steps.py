@@ -136,7 +136,7 @@ def played(kind: str, cluster, members, algorithm: str) -> float:
     size = cluster.node.devices_per_node
     piped = algorithm in ("tree", "in_switch") and kind not in ("all_gather", "reduce_scatter")
     piped = piped or kind in ("broadcast", "reduce")
-    turn = max(axis.extent for axis in place(members, cluster).axes) - 1 if algorithm == "torus" else 1
+    turn = max(axis.hops for axis in place(members, cluster).axes) if algorithm == "torus" else 1
     latencies: dict[int, float] = defaultdict(float)
     busy: dict = defaultdict(lambda: defaultdict(float))
     for one in found:

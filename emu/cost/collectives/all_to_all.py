@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from emu.cost.collectives.axes import Axis
 from emu.cost.collectives.kinds import ROOTED, log2
 from emu.cost.collectives.placement import Placement
-from emu.cost.collectives.rates import inside_bytes_per_s, lane_bytes_per_s
+from emu.cost.collectives.rates import inside_bytes_per_s, lane_bytes_per_s, launch_s
 from emu.hardware import Cluster, Link
 
 AT_ONCE = 8  # messages that NCCL sends or receives at a time: NVIDIA/nccl@5067397, NCCL_MAX_DEV_WORK_P2P_PER_BATCH
@@ -44,11 +44,6 @@ def single_form_s(
         else link.bytes_per_s
     )
     return "ring", fixed_s + link.latency_s + max(sizes or (bytes_,)) / wire
-
-
-def launch_s(placement: Placement, cluster: Cluster) -> float:
-    """What every collective costs beside its algorithm."""
-    return cluster.node.scale_up.launch_s + (cluster.scale_out.launch_s if placement.nodes > 1 else 0.0)
 
 
 def slowest(placement: Placement, cluster: Cluster) -> Link:

@@ -29,6 +29,11 @@ class Axis(NamedTuple):
         """Lanes that lead from each member along the axis; at the ends of a line, one way alone."""
         return self.lanes * (2 if self.wrapped else 1)
 
+    @property
+    def hops(self) -> int:
+        """Wires to the member that is farthest."""
+        return self.extent // 2 if self.wrapped else self.extent - 1
+
 
 def axes_of(shape: Topology, places: Sequence[int]) -> tuple[Axis, ...]:
     """The axes along which a regular part of a shape extends; () if the places are none.

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from emu.cost.collectives.all_to_all import even_s, launch_s, rounds_s, uneven_s
+from emu.cost.collectives.all_to_all import even_s, rounds_s, uneven_s
 from emu.cost.collectives.choice import moving_s
 from emu.cost.collectives.kinds import ROOTED, check_known
 from emu.cost.collectives.placement import Placement, place
-from emu.cost.collectives.rates import lane_bytes_per_s
+from emu.cost.collectives.rates import lane_bytes_per_s, launch_s
 from emu.hardware import Cluster
 from emu.trace.events import Collective, Transfer
 

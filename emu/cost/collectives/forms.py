@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 from emu.cost.collectives.placement import Placement
 from emu.cost.collectives.protocols import PLATEAU, is_nccl, protocols_of, tree_share
+from emu.cost.collectives.rates import launch_s
 from emu.cost.collectives.stages import STAGES, Rates, Stage, in_switch
 from emu.hardware import Cluster
 
@@ -50,7 +51,7 @@ class Form(NamedTuple):
 
     def seconds(self, size_bytes: float) -> float:
         """Seconds that a message of so many bytes moves."""
-        fill_s = self.fill_s * size_bytes / (size_bytes + self.fill_bytes)
+        fill_s = self.fill_s * size_bytes / (size_bytes + self.fill_bytes) if size_bytes else 0.0
         return self.fixed_s + size_bytes * self.s_per_byte / self.share(size_bytes) + fill_s
 
     def share(self, size_bytes: float) -> float:
@@ -62,23 +63,23 @@ def forms(kind: str, algorithm: str, placement: Placement, cluster: Cluster) -> 
     """The forms of one algorithm, one for each protocol; none where the group does not lie for it."""
     up, out = cluster.node.scale_up, cluster.scale_out
     crosses = placement.nodes > 1
-    launch_s = up.launch_s + (out.launch_s if crosses else 0.0)
-    fill = {"fill_s": up.fill_s, "fill_bytes": up.fill_bytes}
+    once_s = launch_s(placement, cluster)
+    fill = {"fill_s": up.fill_s or 0.0, "fill_bytes": up.fill_bytes or 0.0}
     if algorithm == "in_switch":
         stages = in_switch(placement, cluster)
         if stages:
-            yield _form(algorithm, "Simple", launch_s, stages, kind)._replace(**fill)
+            yield _form(algorithm, "Simple", once_s, stages, kind)._replace(**fill)
         return
     nccl = crosses and kind == "all_reduce" and is_nccl(out)
     for inside, between in protocols_of(placement.nodes, cluster):
         stages = STAGES[algorithm](kind, Rates(placement, cluster, inside, between))
         if not stages:
             return
-        form = _form(algorithm, inside.name, launch_s + inside.base_s, stages, kind)
+        form = _form(algorithm, inside.name, once_s + inside.base_s, stages, kind)
         if inside.name == "Simple":
             form = form._replace(**fill)
             if algorithm == "ring" and nccl:
-                form = form._replace(fixed_s=launch_s + PLATEAU * (form.fixed_s - launch_s))
+                form = form._replace(fixed_s=once_s + PLATEAU * (form.fixed_s - once_s))
         yield form._replace(by_size=algorithm == "tree" and nccl)
 
 

@@ -165,20 +165,19 @@ def torus_gather(order: Sequence[int], axes: tuple[Axis, ...]) -> Gather:
             new = [list(held) for held in gathered[part]]
             for here in range(n):
                 place = here // stride % axis.extent
-                for way, step in product((0, 1), range(axis.extent - 1)):
+                for way, step in product((0, 1), range(axis.hops)):
                     found = _next(axis, place, way, step)
                     if found is None:
                         continue
                     target, origin = (here + (p - place) * stride for p in found)
-                    halves = (way,) if axis.wrapped else (0, 1)
-                    for owner in gathered[part][origin]:
-                        for half in halves:
-                            chunk = (order[owner] * d + part) * 2 + half
-                            moves.append(Move(first + step, order[here], order[target], chunk))
-                    if not way or not axis.wrapped:
+                    meets = axis.wrapped and 2 * (step + 1) == axis.extent  # what is as far either way comes in halves
+                    for owner, half in product(gathered[part][origin], (way,) if meets else (0, 1)):
+                        chunk = (order[owner] * d + part) * 2 + half
+                        moves.append(Move(first + step, order[here], order[target], chunk))
+                    if not (meets and way):
                         new[target] += gathered[part][origin]
             gathered[part] = new
-        first += max(axes[along[turn]].extent for along in turns(axes)) - 1
+        first += max(axis.hops for axis in axes)
     return sorted(moves), chunks
 
 

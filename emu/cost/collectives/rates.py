@@ -1,4 +1,4 @@
-"""Bytes/s that a group has on a cluster: of a ring through it, of one lane, and of what leaves a node."""
+"""What a group has of a cluster: bytes/s of a ring through it, of one lane, of what leaves a node; what starting costs."""
 
 from __future__ import annotations
 
@@ -36,3 +36,10 @@ def card_bytes_per_s(placement: Placement, cluster: Cluster) -> float:
     """What a ring through one member of each node carries between nodes, beside as many as the nodes have members."""
     share = min((level.lanes / (level.crossings * placement.fewest) for level in placement.levels), default=1.0)
     return cluster.scale_out.bytes_per_s * min(1.0, share)
+
+
+def launch_s(placement: Placement, cluster: Cluster) -> float:
+    """What every collective costs beside its algorithm."""
+    return (cluster.node.scale_up.launch_s or 0.0) + (
+        (cluster.scale_out.launch_s or 0.0) if placement.nodes > 1 else 0.0
+    )

@@ -1,10 +1,11 @@
 """Rings along all axes of a torus at once.
 
 The message is cut into as many parts as the group has axes. Each part is gathered along one axis after the other, each
-part in a turn of the axes that ends with an axis of its own, so that no axis is idle; along an axis it goes both ways
-round. Most bytes move in the last turn, so parts are as large as the lanes of the axis that they end with. In a cube of
-x devices an axis with wrap, and one lane a wire, this is the scaling book's form, (n-1)/n S / (2 axes lane)
-(jax-ml/scaling-book, sharding). An axis without wrap has half as many ports: devices at its ends have one wire along it.
+part in a turn of the axes that ends with an axis of its own, so that no axis is idle. Along an axis every piece goes
+both ways round, and meets itself half-way. Most bytes move in the last turn, so parts are as large as the lanes of the
+axis that they end with. In a cube of x devices an axis with wrap, and one lane a wire, this is the scaling book's form,
+(n-1)/n S / (2 axes lane) (jax-ml/scaling-book@0819a7d sharding.md). An axis without wrap has half as many ports: devices
+at its ends have one wire along it.
 """
 
 from __future__ import annotations
@@ -40,9 +41,8 @@ def turns_of(axes: tuple[Axis, ...]) -> tuple[tuple[int, float], ...]:
         longest, slowest = 0, 0.0
         for part, along in enumerate(order):
             axis = axes[along[turn]]
-            hops = axis.extent - 1
-            longest = max(longest, hops)
-            slowest = max(slowest, hops * gathered[part] * shares[part] / axis.ports)
+            longest = max(longest, axis.hops)
+            slowest = max(slowest, (axis.extent - 1) * gathered[part] * shares[part] / axis.ports)
             gathered[part] *= axis.extent
         found.append((longest, slowest))
     return tuple(found)
