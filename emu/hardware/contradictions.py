@@ -52,15 +52,13 @@ def _memory(table: ClusterTable, file: File) -> None:
     for field in ("sm_bytes", "register_bytes"):
         size, cores = getattr(chip, field), chip.sm_count or 1
         if size is not None and size * cores > chip.hbm_bytes:
-            of_each = f"of each of {cores} cores is more than" if chip.sm_count else "is more than"
-            blamed = "chip.sm_count" if file.sets("chip.sm_count") and not file.sets(f"chip.{field}") else ""
+            each = (
+                f"of each of {file.said('chip.sm_count', cores)} cores is more than"
+                if chip.sm_count
+                else "is more than"
+            )
             hint = f"chip.{field} is of one core, in bytes: correct one of them."
-            if blamed:
-                message = (
-                    f"chip.sm_count = {cores} cores of chip.{field} = {size:g} have more than {hbm[0]} = {hbm[1]:g}."
-                )
-                raise file.error(blamed, message, hint, cores)
-            raise file.clash((f"chip.{field}", size), of_each, hbm, hint)
+            raise file.clash((f"chip.{field}", size), each, hbm, hint, also=("chip.sm_count",))
     calibrated = chip.calibrated_hbm_bytes_per_s
     if calibrated is not None and calibrated > chip.hbm_bytes_per_s:
         peak = ("chip.hbm_bytes_per_s", chip.hbm_bytes_per_s)
@@ -79,17 +77,16 @@ def _count(table: ClusterTable, file: File) -> None:
     per_node = table.node.devices_per_node
     n = table.nodes * per_node
     if table.n_devices is not None and table.n_devices != n:
-        message = f"n_devices = {table.n_devices}, but {table.nodes} nodes of {per_node} make {n}."
         hint = "Correct one of the three, or take n_devices away."
         if not file.sets("nodes") and table.n_devices % per_node == 0:
-            message = (
-                f"n_devices = {table.n_devices}, but the file does not say nodes, and one of {per_node} makes {n}."
-            )
             hint = f"Give nodes = {table.n_devices // per_node}."
+        nodes, devices = file.said("nodes", table.nodes), file.said("node.devices_per_node", per_node)
+        message = f"n_devices = {table.n_devices}, but {nodes} of {devices} make {n}."
         raise file.error("n_devices", message, hint, table.n_devices)
     if n > MOST_DEVICES:
-        message = f"nodes = {table.nodes} of {per_node} devices make {n:g} devices."
-        raise file.error("nodes", message, f"A cluster has at most {MOST_DEVICES:g}.", table.nodes)
+        relation = f"makes {n:g} devices, more than {MOST_DEVICES:g}, of"
+        devices = ("node.devices_per_node", per_node)
+        raise file.clash(("nodes", table.nodes), relation, devices, "Correct one of them.")
 
 
 def _links(table: ClusterTable, file: File) -> None:
@@ -186,8 +183,10 @@ def _shape(table: ClusterTable, file: File) -> None:
         devices = ("node.devices_per_node", node.devices_per_node)
         raise file.clash(("node.shape.sizes", node.shape.sizes), relation, devices, "Correct one of them.")
     if node.ports is not None and node.ports < shape.ports:
-        message = f"node.ports = {node.ports}, but a device of {shape} has {shape.ports} lanes."
-        raise file.error("node.ports", message, "Give as many at least, or take node.ports away.", node.ports)
+        hint = f"A device of {shape} has {shape.ports} lanes: give as many at least, or take node.ports away."
+        blamed = next((f for f in ("node.shape.lanes", "node.shape.sizes") if file.sets(f)), "node.shape")
+        value = node.shape.lanes if blamed.endswith("lanes") else node.shape.sizes
+        raise file.clash(("node.ports", node.ports), "is too few for", (blamed, value), hint)
 
 
 def _racks(table: ClusterTable, file: File) -> None:

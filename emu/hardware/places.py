@@ -158,18 +158,26 @@ class File:
         """The error for what a field says."""
         return HardwareError(message, hint, file=self.path, line=self.line_of(field), field=field, value=value)
 
-    def clash(self, first: tuple[str, Any], relation: str, second: tuple[str, Any], hint: str) -> HardwareError:
+    def said(self, field: str, value: Any) -> str:
+        """A field as a message that is about another one shows it, with its line: "chip.tdp_w = 700 (line 12)"."""
+        place = f"line {self.line_of(field)}" if self.sets(field) else "not in this file"
+        return f"{field} = {in_words(value)} ({place})"
+
+    def clash(
+        self, first: tuple[str, Any], relation: str, second: tuple[str, Any], hint: str, also: tuple[str, ...] = ()
+    ) -> HardwareError:
         """The error for two fields, as (name, value), that contradict each other: "a = 2 is above b = 1".
 
-        It is put down to the first of the two that the file itself says: what it does not say is right by itself.
+        It is put down to the first of the two, or of those that `also` take part, that the file itself says: what it does
+        not say is right by itself.
         """
-        blamed, other = (second, first) if self.sets(second[0]) and not self.sets(first[0]) else (first, second)
-        where = f"line {self.line_of(other[0])}" if self.sets(other[0]) else "not in this file"
-
-        def said(which: tuple[str, Any]) -> str:
-            return f"{which[0]} = {in_words(which[1])}" + (f" ({where})" if which is other else "")
-
-        return self.error(blamed[0], f"{said(first)} {relation} {said(second)}.", hint, blamed[1])
+        values = dict((first, second))
+        blamed = next((field for field in (*values, *also) if self.sets(field)), first[0])
+        one, other = (
+            f"{field} = {in_words(value)}" if field == blamed else self.said(field, value)
+            for field, value in values.items()
+        )
+        return self.error(blamed, f"{one} {relation} {other}.", hint, values.get(blamed))
 
 
 def in_words(value: Any) -> str:

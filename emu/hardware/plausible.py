@@ -30,15 +30,19 @@ BOUNDS = (
     Bound("_bytes_per_s", 1e5, 1e15, "bytes per second", "450 GB/s are 450e9, and 400 Gb/s are 50e9"),
     Bound("bytes_per_s", 1e5, 1e15, "bytes per second", "2 TB/s are 2e12"),
     Bound("_flops", 1e6, 1e17, "FLOP/s of one device", "989 TFLOP/s are 989e12"),
+    Bound("l2_bytes", 1e3, 1e12, "bytes", '50 MB are 50e6, or "50MB"'),
+    Bound("sm_bytes", 1e3, 1e11, "bytes of one core", '228 KB are 233472, or "228KiB"'),
+    Bound("register_bytes", 1e3, 1e11, "bytes of one core", '256 KB are 262144, or "256KiB"'),
     Bound("hbm_bytes", 1e3, 1e15, "bytes", '80 GB are 80e9, or "80GB"'),
     Bound("host_bytes", 1e3, 1e18, "bytes", '2 TB are 2e12, or "2TB"'),
     Bound("capacity_bytes", 1e6, 1e21, "bytes", "240 PB are 240e15"),
     Bound("_s", 0.0, 0.1, "seconds", "3.4 microseconds are 3.4e-6"),
     Bound("tdp_w", 0.01, 1e5, "watts of one device", "0.7 kW are 700"),
     Bound("power_w", 0.01, 1e9, "watts of the whole node", "10.2 kW are 10200"),
+    Bound("devices_per_node", 1, 1e6, "devices that share the fast links", "a node of H100s has 8, a TPU v5p pod 8960"),
     Bound("sm_count", 1, 1e7, "cores", "an H100 has 132"),
     Bound("racks", 1e-4, 1e5, "racks of one node", "half a rack is 0.5"),
-    Bound("ports", 1, 1e5, "lanes of one device", "a device of a full mesh of eight has 7"),
+    Bound("ports", 1, 1e6, "lanes of one device", "a device of a full mesh of eight has 7"),
 )
 # Rates beside their names are tables: "peak_flops.bfloat16".
 _TABLES_OF_RATES = ("peak_flops", "achievable_flops", "calibrated_flops", "vector_flops")

@@ -189,7 +189,7 @@ WRONG = {
     ),
     "registers larger than the memory": (
         change("kernel_s = 1e-6", "kernel_s = 1e-6\nsm_count = 999\nregister_bytes = 2e6"),
-        11, "chip.register_bytes", "999 cores"
+        11, "chip.register_bytes", "999 (line 10) cores"
     ),
     "a year before computers": (change("kernel_s = 1e-6", "kernel_s = 1e-6\nyear = 22"), 10, "chip.year", "a year"),
     "a negative host link": (

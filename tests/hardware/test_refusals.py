@@ -1,0 +1,393 @@
+"""A cluster file that cannot be is refused with the line, the reason and what to do; so is one damaged at any number."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from emu.hardware import Cluster, HardwareError, chip_names
+
+# A file that says everything that can be said, each number on a line of its own but where TOML allows none.
+WHOLE = """\
+name = "whole"
+nodes = 8
+n_devices = 64
+sources = { nodes = "counted" }
+
+[chip]
+name = "made up"
+hbm_bytes = "80GiB"
+hbm_bytes_per_s = 3.35e12
+hbm_fraction = 0.84
+kernel_s = 2e-6
+l2_bytes = 50e6
+sm_count = 132
+sm_bytes = 233472
+register_bytes = 262144
+tdp_w = 700
+year = 2022
+calibrated_hbm_bytes_per_s = 3.0e12
+
+[chip.peak_flops]
+float32 = 67e12
+tf32 = 494e12
+bfloat16 = 989e12
+float8 = 1979e12
+
+[chip.achievable_flops]
+bfloat16 = 794e12
+
+[chip.calibrated_flops]
+bfloat16 = 700e12
+
+[chip.vector_flops]
+float32 = 67e12
+
+[node]
+devices_per_node = 8
+topology = "two rings"
+ports = 7
+host_bytes = "2TB"
+racks = 0.5
+power_w = 10200
+
+[node.shape]
+kind = "torus"
+sizes = [
+    4,
+    2,
+]
+lanes = [2, 3]
+
+[node.scale_up]
+bandwidth_bytes_per_s = 450e9
+achievable_fraction = 0.8
+latency_s = 3.4e-6
+base_s = 8.4e-6
+tree_latency_s = 4e-6
+calibrated_bytes_per_s = 350e9
+
+[[node.scale_up.protocols]]
+name = "LL"
+base_s = 6.6e-6
+latency_s = 0.6e-6
+tree_latency_s = 0.7e-6
+fraction = 0.5
+cap_bytes_per_s = 141e9
+
+[[node.scale_up.protocols]]
+name = "Simple"
+base_s = 8.4e-6
+latency_s = 3.4e-6
+tree_latency_s = 4e-6
+
+[node.host_link]
+bandwidth_bytes_per_s = 63e9
+achievable_fraction = 0.84
+latency_s = 6e-6
+calibrated_bytes_per_s = 52e9
+
+[scale_out]
+bandwidth_bytes_per_s = 50e9
+achievable_fraction = 0.94
+latency_s = 14e-6
+in_switch_fraction = 0.9
+in_switch_latency_s = 18e-6
+
+[host]
+launch_s = 7e-6
+compiled_launch_s = 6.8e-6
+graph_launch_s = 2.5e-6
+
+[fabric]
+rack_devices = 16
+pod_devices = 32
+oversubscription = 7
+
+[storage]
+capacity_bytes = 240e15
+bytes_per_s = 2e12
+peak_bytes_per_s = 7e12
+"""
+
+
+def load(tmp_path, text):
+    path = tmp_path / "cluster.toml"
+    path.write_text(text)
+    return Cluster.from_toml(path)
+
+
+def refused(tmp_path, text):
+    with pytest.raises(HardwareError) as caught:
+        load(tmp_path, text)
+    return caught.value
+
+
+def test_the_file_that_is_damaged_below_is_whole(tmp_path):
+    c = load(tmp_path, WHOLE)
+    assert c.n_devices == 64 and c.node.lane_bytes_per_s == 450e9 / 7
+    # It leaves out nothing that a file may say but what has a neutral value: all else is the file's own.
+    assumed = {name for name, source in c.sources.items() if "given in" not in source}
+    assert all(name.endswith(ASSUMED) for name in assumed), assumed
+
+
+# Numbers that a file may leave to their neutral values.
+ASSUMED = (
+    *("launch_s", "fill_s", "fill_bytes", "base_s", "tree_latency_s", "protocols.Simple.fraction"),
+    *("matmul_k", "attention_seq", "softmax_fraction", "overlap_loss", "power_exponent"),
+)
+
+# what is wrong: (a piece of the file, what it becomes, the field to blame, words of the reason). The line to blame is the
+# first one that differs.
+DAMAGED = {
+    # missing
+    "no rate of a link": ("bandwidth_bytes_per_s = 450e9\n", "", "node.scale_up.bandwidth_bytes_per_s", "is missing"),
+    "no capacity": ('hbm_bytes = "80GiB"\n', "", "chip.hbm_bytes", "is missing"),
+    "no number of devices": ("devices_per_node = 8\n", "", "node.devices_per_node", "is missing"),
+    "no latency of a protocol": (
+        "latency_s = 0.6e-6\n", "", "node.scale_up.protocols.0.latency_s", "is missing"
+    ),
+    "no size of a pod": ("pod_devices = 32\n", "", "fabric.pod_devices", "is missing"),
+    "no eager launch": ("[host]\nlaunch_s = 7e-6", "[host]", "host.launch_s", "seconds"),
+    # not a number, or not one of its kind
+    "text": ("launch_s = 7e-6", 'launch_s = "7us"', "host.launch_s", "without quotes"),
+    "a share in percent": ("= 0.94", '= "94%"', "scale_out.achievable_fraction", "without quotes"),
+    "a share above one": ("= 0.94", "= 94", "scale_out.achievable_fraction", "at most 1"),
+    "a date": ("nodes = 8", "nodes = 2024-01-01", "nodes", "whole number"),
+    "a count with a point": ("sm_count = 132", "sm_count = 132.0", "chip.sm_count", "132.0"),
+    "true": ("oversubscription = 7", "oversubscription = true", "fabric.oversubscription", "not numbers"),
+    "oversubscription in words": ("oversubscription = 7", 'oversubscription = "1:7"', "fabric.oversubscription", "1 is none"),
+    "a count in quotes": ("nodes = 8", 'nodes = "8"', "nodes", "'8'"),
+    "a missing table": ("[host]\nlaunch_s = 7e-6\ncompiled_launch_s = 6.8e-6\ngraph_launch_s = 2.5e-6\n",
+        "", "host", "is missing"),
+    "one number for a list": ("lanes = [2, 3]", "lanes = 2", "node.shape.lanes", "list"),
+    "a size in a list": ("    2,\n", "    -2,\n", "node.shape.sizes.1", "at least 1"),
+    "a number too long to show": ("= 240e15", "= 1" + "0" * 400, "storage.capacity_bytes", "401 digits"),
+    "nobody's name": ('name = "made up"', 'name = ""', "chip.name", "one line"),
+    # units
+    "a cache's megabytes forgotten": ("= 50e6", "= 50", "chip.l2_bytes", "50e6"),
+    "a size without a unit": ('"80GiB"', '"80"', "chip.hbm_bytes", "needs a unit"),
+    "gigabytes forgotten": ('"80GiB"', "80", "chip.hbm_bytes", "80e9"),
+    "bits for bytes": ('"80GiB"', '"80Gb"', "chip.hbm_bytes", "bits"),
+    "GB/s forgotten": ("= 450e9", "= 450", "node.scale_up.bandwidth_bytes_per_s", "450e9"),
+    "TFLOP/s forgotten": ("float32 = 67e12\ntf32", "float32 = 67\ntf32", "chip.peak_flops.float32", "989e12"),
+    "exa for tera": ("= 1979e12", "= 1979e15", "chip.peak_flops.float8", "too large"),
+    "microseconds forgotten": ("latency_s = 14e-6", "latency_s = 14", "scale_out.latency_s", "3.4e-6"),
+    "milliseconds forgotten": ("launch_s = 7e-6", "launch_s = 0.7", "host.launch_s", "too large"),
+    "of a protocol": ("latency_s = 0.6e-6", "latency_s = 0.6", "node.scale_up.protocols.0.latency_s", "too large"),
+    "kilowatts": ("tdp_w = 700", "tdp_w = 0.0007", "chip.tdp_w", "too small"),
+    "petabytes forgotten": ("= 240e15", "= 240", "storage.capacity_bytes", "240e15"),
+    "too many devices": ("nodes = 8\nn_devices = 64\n", "nodes = 99999999999\n", "nodes", "more than 1e+08"),
+    # contradictions
+    "devices that do not add up": ("n_devices = 64", "n_devices = 65", "n_devices", "make 64"),
+    "more achieved than the peak": ("= 794e12", "= 990e12", "chip.achievable_flops.bfloat16", "(line 23)"),
+    "more calibrated than the peak": ("= 700e12", "= 990e12", "chip.calibrated_flops.bfloat16", "is above"),
+    "vectors faster than all": ("float32 = 67e12\n\n", "float32 = 68e12\n\n", "chip.vector_flops.float32", "is above"),
+    "a narrow format slower": ("= 1979e12", "= 979e12", "chip.peak_flops.float8", "leave float8 out"),
+    "tf32 faster than bfloat16": ("= 494e12", "= 1494e12", "chip.peak_flops.bfloat16", "tf32"),
+    "faster than its memory": ("= 3.0e12", "= 3.4e12", "chip.calibrated_hbm_bytes_per_s", "is above"),
+    "a cache larger than memory": ("= 50e6", "= 90e9", "chip.l2_bytes", "unit"),
+    "cores larger than memory": ("sm_bytes = 233472", "sm_bytes = 1e9", "chip.sm_bytes", "sm_count = 132 (line 13)"),
+    "registers larger than memory": ("= 262144", "= 1e9", "chip.register_bytes", "one core"),
+    "devices that do not fill a shape": ("    4,\n", "    5,\n", "node.shape.sizes", "joins 10 devices"),
+    "ports that cannot carry the lanes": ("ports = 7", "ports = 6", "node.ports", "has 7 lanes"),
+    "an unknown kind": ('kind = "torus"', 'kind = "tours"', "node.shape.kind", "Did you mean torus"),
+    "lanes of three axes": ("[2, 3]", "[2, 3, 1]", "node.shape.lanes", "each axis"),
+    "less power than its devices": ("= 10200", "= 5599", "node.power_w", "8 devices"),
+    "racks of another size": ("racks = 0.5", "racks = 0.25", "node.racks", "0.5 a node"),
+    "racks that cut nodes": ("rack_devices = 16", "rack_devices = 12", "fabric.rack_devices", "multiple"),
+    "pods that cut racks": ("pod_devices = 32", "pod_devices = 40", "fabric.pod_devices", "multiple"),
+    "a pod smaller than a rack": ("pod_devices = 32", "pod_devices = 8", "fabric.pod_devices", "multiple"),
+    "oversubscription below one": ("oversubscription = 7", "oversubscription = 0.5", "fabric.oversubscription", "at least 1"),
+    "more oversubscription than ports": (
+        "oversubscription = 7", "oversubscription = 33", "fabric.oversubscription", "one device's link"
+    ),
+    "scale-out above scale-up": ("= 50e9", "= 500e9", "scale_out.bandwidth_bytes_per_s", "is above"),
+    "a link faster than memory": ("= 450e9", "= 3.4e12", "node.scale_up.bandwidth_bytes_per_s", "from memory"),
+    "a host link faster than memory": ("= 63e9", "= 3.4e12", "node.host_link.bandwidth_bytes_per_s", "from memory"),
+    "a link faster than itself": ("= 350e9", "= 451e9", "node.scale_up.calibrated_bytes_per_s", "is above"),
+    "half a summing switch": ("in_switch_latency_s = 18e-6\n", "", "scale_out.in_switch_fraction", "both numbers"),
+    "a torus that sums": ("base_s = 8.4e-6\ntree_latency_s = 4e-6\ncal",
+        "base_s = 8.4e-6\ntree_latency_s = 4e-6\nin_switch_fraction = 1.0\nin_switch_latency_s = 1e-6\ncal",
+        "node.scale_up.in_switch_fraction", "Only a switch sums"),
+    "an unknown protocol": ('name = "LL"', 'name = "LL64"', "node.scale_up.protocols.0.name", "LL128"),
+    "a protocol twice": ('name = "Simple"', 'name = "LL"', "node.scale_up.protocols.1.name", "twice"),
+    "no protocol for large messages": ('name = "Simple"', 'name = "LL128"', "node.scale_up.protocols", "Simple"),
+    "two latencies of one protocol": ("tree_latency_s = 4e-6\n\n[node.host", "tree_latency_s = 5e-6\n\n[node.host",
+        "node.scale_up.protocols.1.tree_latency_s", "alike"),
+    "compiled launches slower": ("= 6.8e-6", "= 7.8e-6", "host.compiled_launch_s", "at least as fast"),
+    "a storage that peaks below": ("= 7e12", "= 1.9e12", "storage.peak_bytes_per_s", "below"),
+    # names
+    "a slip of the pen": ("hbm_fraction", "hbm_fractoin", "chip.hbm_fractoin", "Did you mean hbm_fraction"),
+    "another table's field": ("ports = 7", "latency_s = 1e-6", "node.latency_s", "[node.scale_up]"),
+    "a source of nothing": ("{ nodes", "{ noodes", "sources.noodes", "Did you mean nodes"),
+    "a name twice": ("nodes = 8\n", "nodes = 8\nnodes = 9\n", None, "may stand once"),
+    "a table twice": ("[storage]", "[host]", None, "may stand once"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", DAMAGED)
+def test_a_damaged_file_is_refused_at_the_line_that_was_damaged(tmp_path, case):
+    old, new, field, words = DAMAGED[case]
+    assert WHOLE.count(old) >= 1
+    text = WHOLE.replace(old, new, 1)
+    e = refused(tmp_path, text)
+    assert words in str(e), e
+    assert e.field == field
+    assert e.hint and len(e.hint) > 8 and "pydantic" not in str(e) and "_Rates" not in str(e)
+    before, after = WHOLE.splitlines(), text.splitlines()
+    changed = next(i for i, (a, b) in enumerate(zip(before, [*after, ""])) if a != b) + 1
+    if case in ELSEWHERE:
+        assert after[e.line - 1] == ELSEWHERE[case]
+    else:
+        assert e.line == changed, e
+
+
+# Where what is damaged is not said any more, or two lines are at odds, this is the line that is shown.
+ELSEWHERE = {
+    "no rate of a link": "[node.scale_up]",
+    "no capacity": "[chip]",
+    "no number of devices": "[node]",
+    "no latency of a protocol": "[[node.scale_up.protocols]]",
+    "no size of a pod": "[fabric]",
+    "no eager launch": "[host]",
+    "a missing table": "peak_bytes_per_s = 7e12",  # a table may be added at the end
+    "devices that do not fill a shape": "sizes = [",
+    "half a summing switch": "in_switch_fraction = 0.9",
+    "no protocol for large messages": "[[node.scale_up.protocols]]",
+    "tf32 faster than bfloat16": "bfloat16 = 989e12",
+    "a table twice": "[host]",
+}
+
+
+# Every number of the file, with its line: after an equals sign, or an item of a list; sizes in quotes as well.
+NUMBERS = [
+    (number, *found.span(1))
+    for number, line in enumerate(WHOLE.splitlines(), start=1)
+    for found in re.finditer(r"(?<=[= \[])((?<![\w.])-?\d[\d.]*(?:e-?\d+)?|\"\d+[KMGT]i?B\")(?=[,\]]|$)", line)
+]
+
+
+def damage(place, text):
+    number, start, end = place
+    lines = WHOLE.splitlines()
+    lines[number - 1] = lines[number - 1][:start] + text + lines[number - 1][end:]
+    return "\n".join(lines) + "\n"
+
+
+def test_all_numbers_are_found_to_be_damaged():
+    said = Counter(line for line in WHOLE.splitlines() if re.search(r"\d", line) and 'name = "' not in line)
+    assert len(NUMBERS) == said.total() + 1  # two on one line
+
+
+@given(
+    st.sampled_from(NUMBERS),
+    st.sampled_from(("-1", "-1e-9", "nan", "-inf", "inf", '"1"', '"many"', "true", "[]", "{}")),
+)
+def test_no_number_may_be_negative_endless_or_of_another_kind(tmp_path_factory, place, text):
+    e = refused(tmp_path_factory.mktemp("damaged"), damage(place, text))
+    assert e.line == place[0], e
+    assert e.field and e.field in str(e) and e.hint
+
+
+@given(
+    st.sampled_from(NUMBERS),
+    st.one_of(
+        st.integers(0, 200).map(str),
+        st.floats(0, 2).map(repr),
+        st.integers(-15, 18).map("1e{}".format),
+        st.tuples(st.sampled_from("1234567"), st.integers(0, 14)).map(lambda it: it[0] + "0" * it[1]),
+    ),
+)
+def test_another_number_is_refused_with_its_line_or_all_is_still_consistent(tmp_path_factory, place, text):
+    damaged = damage(place, text)
+    assume(damaged != WHOLE)
+    try:
+        c = load(tmp_path_factory.mktemp("damaged"), damaged)
+    except HardwareError as e:
+        of_list = {45, 46, 47} if place[0] in (46, 47) else set()  # what a list says together is put down to its name
+        assert e.line in {place[0], *of_list} or any(f"(line {line})" in str(e) for line in (place[0], *of_list)), e
+    else:
+        assert contradictions_of(c) == []
+
+
+OVER_A_PRESET = (
+    *("chip.hbm_bytes", "chip.hbm_bytes_per_s", "chip.l2_bytes", "chip.sm_count", "chip.tdp_w", "chip.kernel_s"),
+    *("chip.peak_flops.bfloat16", "chip.peak_flops.float32", "chip.achievable_flops.bfloat16", "node.devices_per_node"),
+    *("node.scale_up.bandwidth_bytes_per_s", "node.power_w", "scale_out.bandwidth_bytes_per_s", "host.launch_s"),
+)
+
+
+@given(
+    st.sampled_from(chip_names()),
+    st.sampled_from(OVER_A_PRESET),
+    st.sampled_from((1, 5, 7, 8)),
+    st.integers(-8, 16),
+)
+def test_a_number_over_a_preset_is_refused_with_its_line_or_all_is_consistent(
+    tmp_path_factory, chip, field, digit, power
+):
+    value = digit * 10**power if power >= 0 else f"{digit}e{power}"
+    start = f'[chip]\nlike = "{chip}"\n' if field.startswith("chip.") else f'chip = "{chip}"\n'
+    text = f"{start}{field.removeprefix('chip.')} = {value}\n"
+    line = len(text.splitlines())
+    try:
+        c = load(tmp_path_factory.mktemp("over"), text)
+    except HardwareError as e:
+        assert (e.line == line and "not in this file" in str(e)) or e.field == field, e
+        assert e.hint
+    else:
+        chip, node, out = c.chip, c.node, c.scale_out
+        assert node.shape is None or node.shape.n_devices == node.devices_per_node
+        assert all(0 < chip.flops_per_s(d) <= rate for d, rate in chip.peak_flops.items())
+        assert max(chip.memory_levels().values()) <= chip.hbm_bytes
+        assert node.scale_up.bandwidth_bytes_per_s <= chip.hbm_bytes_per_s
+        assert node.devices_per_node == 1 or out.bandwidth_bytes_per_s <= node.scale_up.bandwidth_bytes_per_s
+        assert None in (node.power_w, chip.tdp_w) or node.power_w >= chip.tdp_w * node.devices_per_node
+        assert c.summary().n_devices == node.devices_per_node and c.host.compiled_launch_s <= c.host.launch_s
+
+
+def contradictions_of(c):
+    """What cannot be true of a cluster, found on the object and not on the file."""
+    chip, node, up, out = c.chip, c.node, c.node.scale_up, c.scale_out
+    summary = c.summary()
+    totals = [value for level in summary.levels for value in (level.memory_bytes, level.bytes_per_s)]
+    rules = {
+        "devices": c.n_devices == 64 == c.nodes * node.devices_per_node,
+        "shape": node.shape.n_devices == node.devices_per_node and node.ports >= node.shape.ports,
+        "rates": all(
+            rate <= chip.peak_flops[d] for d, rate in (*chip.achievable_flops.items(), *chip.calibrated_flops.items())
+        ),
+        "formats": chip.peak("tf32") <= chip.peak("bfloat16") <= chip.peak("float8"),
+        "memories": all(size <= chip.hbm_bytes for size in chip.memory_levels().values()),
+        "reading": 0 < chip.memory_bytes_per_s <= chip.hbm_bytes_per_s,
+        "links": out.bandwidth_bytes_per_s <= up.bandwidth_bytes_per_s <= chip.hbm_bytes_per_s,
+        "host link": node.host_link.bytes_per_s <= node.host_link.bandwidth_bytes_per_s <= chip.hbm_bytes_per_s,
+        "reached": all(0 < link.bytes_per_s <= link.bandwidth_bytes_per_s for link in (up, out)),
+        "one protocol": up.protocols[-1].latency_s == up.latency_s,
+        "levels": c.fabric.pod_devices % c.fabric.rack_devices == c.fabric.rack_devices % node.devices_per_node == 0,
+        "thin": 1 <= c.fabric.oversubscription <= c.fabric.pod_devices,
+        "racks": node.racks * c.fabric.rack_devices == pytest.approx(node.devices_per_node),
+        "power": node.power_w >= chip.tdp_w * node.devices_per_node,
+        "storage": c.storage.bytes_per_s <= c.storage.peak_bytes_per_s,
+        "times": 0 <= max(up.latency_s, out.latency_s, c.host.launch_s, chip.kernel_s) < 1,
+        "launches": c.host.compiled_launch_s <= c.host.launch_s,
+        "totals": all(value is None or (math.isfinite(value) and value > 0) for value in totals),
+    }
+    return [name for name, holds in rules.items() if not holds]
+
+
+def test_contradictions_would_be_seen(tmp_path):
+    # The negative control of the test above.
+    from dataclasses import replace
+
+    c = load(tmp_path, WHOLE)
+    assert contradictions_of(c) == []
+    assert contradictions_of(replace(c, nodes=9)) == ["devices"]
+    slow = replace(c.node.scale_up, bandwidth_bytes_per_s=1e9)
+    assert contradictions_of(replace(c, node=replace(c.node, scale_up=slow))) == ["links", "reached"]
