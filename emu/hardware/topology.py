@@ -142,7 +142,7 @@ class Topology:
         if not good or (wanted is not None and len(sizes) != wanted):
             how_many = "one or more whole numbers" if wanted is None else f"{wanted} whole number{'s' * (wanted > 1)}"
             return "sizes", sizes, f"sizes = {list(sizes)} do not make a {self.kind}.", f"Give {how_many} from 1."
-        if self.kind == "hybrid cube mesh" and sizes[0] > 8:
+        if self.kind == "hybrid cube mesh" and self.n_devices > 8:
             return (
                 "sizes",
                 sizes,
