@@ -5,7 +5,8 @@
 
 Only the cases of fold 0 are looked at (emu.validate.fold). What is made small is the mean error of their step times, as a
 logarithm and never above CLIPPED, plus PENALTY times the squared distance of each constant from its prior, in widths: so
-a constant moves from its prior only as far as the cases pay for it, and one that they do not tell stays.
+a constant moves from its prior only as far as the cases pay for it, and one that they do not tell stays. Where a row of
+that fold has times of one layer, they are fitted to besides: they tell kernels apart that a step's time adds up.
 The search is the same every time: coordinates in turn, with steps that halve when they no longer help, then directions
 from a seeded generator.
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import math
 import random
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
@@ -22,6 +24,7 @@ from statistics import fmean, median
 from emu.hardware import Cluster, Constant, fitted
 from emu.planner.closed.prices import Prices
 from emu.planner.closed.stacks import stack
+from emu.planner.closed.stages import layers_of_stages
 from emu.planner.closed.step import Prepared, fastest, prepare, priced
 from emu.validate.cases import Case, cases_of
 from emu.validate.constants_file import write
@@ -32,8 +35,9 @@ PENALTY = 2e-4  # of one width of distance from a prior, in mean error
 ROUNDS, DIRECTIONS, SEED = 8, 120, 0
 FIRST_STEP = 0.5  # widths of a prior
 ALONG, SPREAD = 4, 0.25  # constants that a random direction moves, and widths that it moves each
+LAYERS = 0.1  # what the mean error of layers' times counts, of that of steps
 ENOUGH = 1e-6  # what a step must gain
-TELLS = 1e-4  # mean error that moving a constant by a width must change, for the cases to tell it
+TELLS = 1e-4  # what moving a constant by a width must change in the errors' part, for the cases to tell it
 DIGITS = 4  # of a value that is written
 
 Values = Mapping[str, float]
@@ -41,16 +45,29 @@ Values = Mapping[str, float]
 
 @dataclass(frozen=True)
 class Target:
-    """A case that is fitted to: its workload as kernels, and its measured time."""
+    """A case that is fitted to: its workload as kernels, and what was measured.
+
+    Args:
+        measured: a step's seconds; of one layer, seconds by the name that Prediction.detail has for them.
+        layer: whether it is of one layer.
+    """
 
     id: str
     prepared: tuple[Prepared, ...]
-    measured_s: float
+    measured: Mapping[str, float]
+    layer: bool = False
 
     @property
     def families(self) -> frozenset[str]:
         """Families of constants that its price can depend on."""
         return families_of(self.prepared[0].workload.cluster)
+
+    def log_error(self, prices: Prices) -> float:
+        """Logarithm of predicted over measured; of a layer, the mean size of those of its figures."""
+        prediction = fastest([priced(one, prices=prices) for one in self.prepared])
+        if not self.layer:
+            return math.log(prediction.step_s / self.measured["step"])
+        return fmean(abs(math.log(prediction.detail[name] / value)) for name, value in self.measured.items())
 
 
 @dataclass(frozen=True)
@@ -68,10 +85,40 @@ class Fitted:
 
 
 def targets(cases: Iterable[Case] | None = None) -> list[Target]:
-    """What is fitted to: the cases of the fit's fold that have a step time; by default those that come with emu."""
+    """What is fitted to: the cases of the fit's fold that have times; by default those that come with emu.
+
+    Layers' times of one layout that stand in several rows count once.
+    """
     cases = cases_of(packaged_rows()) if cases is None else cases
-    usable = [case for case in cases if case.fit and case.workload and case.measured_s and not case.why_not]
-    return [Target(case.id, tuple(prepare(case.workload)), case.measured_s) for case in usable if case.workload]
+    found: list[Target] = []
+    profiled: set[object] = set()
+    for case in cases:
+        if not case.fit or case.workload is None:
+            continue
+        prepared = tuple(prepare(case.workload))
+        if case.measured_s and not case.why_not:
+            found.append(Target(case.id, prepared, {"step": case.measured_s}))
+        layer = layer_times(case)
+        if layer and (key := (prepared[0].dense, case.workload.recompute)) not in profiled:
+            profiled.add(key)
+            found.append(Target(case.id, prepared, layer, layer=True))
+    return found
+
+
+def layer_times(case: Case) -> dict[str, float]:
+    """Seconds of one layer that a row has: measured ones; or of a stage, profiled for a schedule, as its notes print them.
+
+    Profiles are of a stage's forward, its backward for inputs, and that for weights, in milliseconds.
+    """
+    measured, w = case.row.measured, case.workload
+    if measured.layer_fwd_ms and measured.layer_bwd_ms:
+        return {"forward": measured.layer_fwd_ms / 1e3, "backward": measured.layer_bwd_ms / 1e3}
+    profile = re.search(r"T_F,T_B,T_W,T_comm ms=\(([\d., ]+)\)", case.row.notes or "")
+    if profile is None or w is None:
+        return {}
+    layers = max(layers_of_stages(w.layers, w.pp))
+    forward, into, weight = (float(text) / 1e3 / layers for text in profile[1].split(",")[:3])
+    return {"kernels_forward": forward, "input": into, "weight": weight}
 
 
 def families_of(cluster: Cluster) -> frozenset[str]:
@@ -81,7 +128,7 @@ def families_of(cluster: Cluster) -> frozenset[str]:
 
 
 def log_errors(targets: Sequence[Target], values: Values) -> list[float]:
-    """Logarithm of predicted over measured time, of each target."""
+    """The error of each target, as `Target.log_error` has it."""
     built: dict[tuple, Prices] = {}
     found = []
     for target in targets:
@@ -89,8 +136,7 @@ def log_errors(targets: Sequence[Target], values: Values) -> list[float]:
         key = (id(w.cluster), w.stack, w.power_w)
         if key not in built:
             built[key] = Prices(w.cluster, stack(w.stack), values, w.power_w)
-        prediction = fastest([priced(one, prices=built[key]) for one in target.prepared])
-        found.append(math.log(prediction.step_s / target.measured_s))
+        found.append(target.log_error(built[key]))
     return found
 
 
@@ -111,6 +157,8 @@ class Search:
     def __init__(self, targets: Sequence[Target], values: Values) -> None:
         self.targets, self.values = targets, dict(values)
         self.errors = log_errors(targets, self.values)
+        self._steps = [i for i, target in enumerate(targets) if not target.layer]
+        self._layers = [i for i, target in enumerate(targets) if target.layer]
         self.loss = self._loss(self.errors, self.values)
         self._touched = {
             family: [i for i, target in enumerate(targets) if family in target.families]
@@ -135,9 +183,14 @@ class Search:
         self.loss, self.errors = loss, errors
         return True
 
-    @staticmethod
-    def _loss(errors: Sequence[float], values: Values) -> float:
-        return fmean(min(abs(error), CLIPPED) for error in errors) + penalty(values)
+    def of_steps(self, errors: Sequence[float]) -> list[float]:
+        """The errors that are of step times."""
+        return [errors[i] for i in self._steps]
+
+    def _loss(self, errors: Sequence[float], values: Values) -> float:
+        steps = [min(abs(errors[i]), CLIPPED) for i in self._steps]
+        layers = [errors[i] for i in self._layers]
+        return (fmean(steps) if steps else 0.0) + (LAYERS * fmean(layers) if layers else 0.0) + penalty(values)
 
 
 def fit(targets: Sequence[Target], rounds: int = ROUNDS, directions: int = DIRECTIONS) -> Fitted:
@@ -151,7 +204,7 @@ def fit(targets: Sequence[Target], rounds: int = ROUNDS, directions: int = DIREC
     told = {name for name in told if _tells(search, name)}
     values = {name: rounded(search.values[name]) if name in told else priors[name] for name in priors}
     last = Search(targets, values)
-    return Fitted(values, frozenset(told), last.loss, tuple(math.expm1(error) for error in last.errors))
+    return Fitted(values, frozenset(told), last.loss, tuple(math.expm1(error) for error in last.of_steps(last.errors)))
 
 
 def coordinates(search: Search, names: Sequence[str], rounds: int) -> None:
@@ -177,10 +230,13 @@ def random_directions(search: Search, names: Sequence[str], n: int) -> None:
 
 def _tells(search: Search, name: str) -> bool:
     """Whether the cases change when a constant moves by a width."""
-    here = fmean(map(abs, search.errors))
+    here = search.loss - penalty(search.values)
     width = math.exp(fitted()[name].width)
-    moved = [search.tried({name: search.values[name] * factor})[1] for factor in (width, 1 / width)]
-    return any(abs(fmean(map(abs, errors)) - here) > TELLS for errors in moved)
+    for value in (search.values[name] * width, search.values[name] / width):
+        loss = search.tried({name: value})[0] - penalty({**search.values, name: value})
+        if abs(loss - here) > TELLS:
+            return True
+    return False
 
 
 def rounded(value: float) -> float:

@@ -13,6 +13,9 @@ from .workload import Workload
 ELEMENT = 2  # bytes of an activation
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp8": "float8"}
 WIDE = {"bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16"}  # of attention and the head, which fp8 leaves alone
+# What an RMS norm written out in float32 moves beside reading and writing bf16 once, bytes an element: to float32 (2 + 4),
+# squared (4 + 4), averaged (4), scaled (4 + 4), back (4 + 2), weighed (2 + 2), less 4. Counted in a shape run's trace.
+SPELLED_NORM = 32
 BACKWARD_FLOPS = 2.5  # of fused attention over its forward's: five products, two of which forward has too
 
 
@@ -134,6 +137,8 @@ def _between(w: Workload, stack: Stack, tokens: float) -> Iterator[Work]:
     """Norms and residuals, with dropout where there is any, on this rank's share of the tokens."""
     elements = (tokens / w.tp if w.sp else tokens) * w.hidden
     norms = 4 * elements * ELEMENT
+    if stack.spelled_norms and w.gated:
+        norms += 2 * SPELLED_NORM * elements
     if stack.dropout:
         residuals = 2 * elements * (4 * ELEMENT + 1)
     else:

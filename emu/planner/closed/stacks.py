@@ -24,6 +24,7 @@ class Stack:
         elementwise: how far elementwise kernels are fused: "eager" not at all, "jit" by hand where it counts, "fused" by
             a compiler or in hand-written kernels.
         dropout: whether there is any.
+        spelled_norms: whether RMS norms are written out in float32, a kernel for each operation (gated models only).
         launch: the constant for what the host takes to launch a kernel; "" where whole programs are launched.
         hosts_wait: whether every host of a tensor-parallel group waits for the slowest in each collective.
         overlaps: what runs beside compute: "tensor" (collectives within a layer, in pieces), "data" (gradients and
@@ -52,6 +53,7 @@ class Stack:
     attention: Literal["unfused", "flash1", "flash2", "flash3"] = "flash2"
     elementwise: Literal["eager", "jit", "fused"] = "jit"
     dropout: bool = False
+    spelled_norms: bool = False
     launch: str = "software.launch_s"
     hosts_wait: bool = False
     overlaps: frozenset[str] = frozenset()
