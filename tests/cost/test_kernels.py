@@ -62,6 +62,10 @@ def test_only_products_and_attention_use_tensor_cores():
     assert times == sorted(times)
     assert times[2] - H100.kernel_s == pytest.approx(flops / 67e12)  # the float32 rate of the ordinary cores
     assert times[1] < times[2] / 3
+    exact = kernel_s(
+        kernel(flops, dtype="float64", name="gelu"), replace(A100, peak_flops={"float64": 9.7e12, "float32": 1})
+    )
+    assert exact - A100.kernel_s == pytest.approx(flops / 9.7e12)
 
 
 def test_wider_dtypes_are_slower_in_products():
@@ -116,6 +120,8 @@ def test_attention_of_a_programs_own_kernel_counts_what_it_computes():
     torchs = own._replace(name=BACKWARD)
     work = [kernel_s(k, H100) - H100.kernel_s for k in (own, torchs)]
     assert work[1] == pytest.approx(1.25 * work[0])
+    named = own._replace(name="my_attention_backward")
+    assert kernel_s(named, H100) == kernel_s(own, H100)  # a name alone does not say that torch counted it
     forward = own._replace(phase="forward")
     assert kernel_s(forward, H100) < kernel_s(own, H100)  # a pass backward reaches less
 

@@ -58,6 +58,34 @@ def test_a_mask_halves_the_work_but_not_quite_the_time():
     assert 0.5 * full < half < 0.65 * full
 
 
+def test_a_causal_mask_halves_the_keys_and_wastes_half_a_block_of_128():
+    """So short sequences suffer twice as much from the ends of their blocks."""
+    share, ends = H100.attention["flash3"], H100.attention_seq * H100.attention["flash3"]
+    for seq in (256, 2048, 65536):
+        reached = attention_flops_per_s(H100, "flash3", seq, 128) / H100.peak("bfloat16")
+        assert reached == pytest.approx(share * (seq / 2) / (seq / 2 + 64 + ends))
+
+
+def test_small_heads_are_slower_and_a_systolic_array_does_not_mind():
+    rates = [attention_flops_per_s(H100, "flash3", 4096, d) for d in (64, 96, 128, 256)]
+    assert rates[0] < rates[1] < rates[2] == rates[3]
+    assert attention_flops_per_s(TPU, "flash2", 4096, 64) == attention_flops_per_s(TPU, "flash2", 4096, 128)
+
+
+def test_under_a_power_limit_attention_slows_down_as_products_do():
+    held = replace(H100, power_limit_w=500)
+    rates = [attention_flops_per_s(it, "flash3", 4096, 128) / it.flops_per_s("bfloat16") for it in (H100, held)]
+    assert rates[0] == pytest.approx(rates[1])
+    assert held.flops_per_s("bfloat16") < H100.flops_per_s("bfloat16")
+
+
+def test_attention_of_a_chip_that_nobody_describes_is_a_share_of_its_products():
+    bare = replace(H100, attention={}, sustained={"bfloat16": 0.5}, attention_seq=0.0)
+    for backward, least in ((False, 0.7), (True, 0.5)):
+        rate = attention_flops_per_s(bare, "flash2", 4096, 128, backward=backward)
+        assert least * bare.flops_per_s("bfloat16") < rate < bare.flops_per_s("bfloat16")
+
+
 lengths = st.integers(1, 200_000)
 
 

@@ -117,6 +117,12 @@ def test_a_product_with_little_output_and_a_long_k_is_split_along_it():
     assert tiled_share(1, 1024, 512, 64, 108, 150.0) < 0.45 * unsplit * 4
 
 
+def test_a_part_of_a_split_product_pays_for_its_ends_twice():
+    """One tile in 8 parts on 8 cores: an eighth of k each, and partial sums written in float32 and read again."""
+    k, ends_k = 65536, 500.0
+    assert tiled_share(1, 256, 128, k, 8, ends_k) == pytest.approx(k / 8 / (k / 8 + 2 * ends_k))
+
+
 def test_short_k_is_slow_because_tiles_must_be_written():
     """While a wave of results is written, cores could have computed so many multiply-adds along k."""
     ends_k = H100.matmul_ends * 2 / H100.memory_bytes_per_s * H100.flops_per_s("bfloat16") / 2
@@ -140,6 +146,7 @@ def test_a_systolic_array_pads_to_its_side():
     assert matmul_flops_per_s(TPU, "bfloat16", 4096, 4096, 4096) == rate
     assert matmul_flops_per_s(TPU, "bfloat16", 4096, 64, 4096) == rate / 2
     assert matmul_flops_per_s(TPU, "bfloat16", 4096, 129, 4096) == pytest.approx(rate * 129 / 256)
+    assert matmul_flops_per_s(TPU, "bfloat16", 4096, 4096, 64) == rate / 2
     assert padded_share(8, 128, 128, 128) == 1 and padded_share(9, 128, 128, 128) == 9 / 16
 
 

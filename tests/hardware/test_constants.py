@@ -55,6 +55,20 @@ def test_trying_other_values_changes_those_of_the_chips_families_alone():
     assert replace(tried, chip=h100.chip) == h100
 
 
+def test_links_take_other_values_by_the_families_that_they_name():
+    c = cluster("h100-8")
+    both = replace(
+        c,
+        node=replace(c.node, scale_up=replace(c.node.scale_up, fitted=("omni-path",))),
+        scale_out=replace(c.scale_out, fitted=("omni-path",)),
+    )
+    value = {"omni-path.achievable_fraction": 0.25}
+    for before, after in ((both, with_constants(both, value)), (c, with_constants(c, value))):
+        share = 0.25 if before is both else None
+        for old, new in ((before.node.scale_up, after.node.scale_up), (before.scale_out, after.scale_out)):
+            assert new == replace(old, achievable_fraction=share or old.achievable_fraction)
+
+
 def test_the_fitted_values_are_what_a_preset_has_already():
     values = {name: constant.value for name, constant in fitted().items() if name.split(".")[0] in CHIP_FAMILIES}
     for name in ("a100-8", "h100-8", "tpu-v5p", "mi300x-8"):
@@ -69,7 +83,7 @@ def test_a_power_limit_survives_other_constants():
 
 
 def test_a_constant_that_there_is_not_is_an_error_with_the_nearest():
-    with pytest.raises(HardwareError, match="a100.matmul_bfloat17") as error:
+    with pytest.raises(HardwareError, match="matmul_bfloat17") as error:
         with_constants(cluster("h100-8"), {"a100.matmul_bfloat17": 0.5})
     assert "a100.matmul_bfloat16" in error.value.hint
 
@@ -86,6 +100,7 @@ def test_a_chip_nobody_fitted_keeps_up_the_fitted_part_of_its_best_measured_prod
         best = it.achievable_flops["bfloat16"] / it.peak("bfloat16")
         assert it.sustained["bfloat16"] == pytest.approx(best * median(ratios), abs=1e-4)
         assert it.sources["sustained.bfloat16"].startswith("unverified")
+    assert chip("mi300x").matmul_ends == h100.matmul_ends and chip("trainium2").matmul_ends == 0
     assert chip("trainium2").sustained["bfloat16"] == pytest.approx(0.74 * median(ratios), abs=1e-4)
     assert chip("k40").sustained.keys() == {"float32"} and chip("v100").sustained.keys() == {"float16"}
 

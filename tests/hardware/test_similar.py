@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from emu.cost.prices import attention_flops_per_s, matmul_s
 from emu.hardware import HardwareError, Workload, chip_names, cluster
 from emu.hardware.similar import scale_between
 
@@ -114,6 +115,19 @@ def test_a_chip_alone_scales_as_in_its_cluster_and_is_itself_beside_its_equal():
     assert there.chip.similar(TOY, to=REAL) == there.similar(TOY, to=REAL).chip
     same = there.chip.similar(REAL, to=REAL)
     assert replace(same, name=there.chip.name, sources=there.chip.sources) == there.chip
+
+
+def test_a_toys_product_is_cut_into_no_tiles_and_lasts_nearly_as_long_as_the_real_one():
+    there = cluster("h100").chip
+    small = there.similar(TOY, to=REAL)
+    real_s, toy_s = (matmul_s(it, "bfloat16", w.tokens, w.width, w.width) for it, w in ((there, REAL), (small, TOY)))
+    assert 0.7 * real_s < toy_s < real_s
+    # With the real chip's tiles, or what their ends cost, it would last many times as long.
+    for kept in ({"tiled": True}, {"tiled": True, "matmul_ends": there.matmul_ends}):
+        assert matmul_s(replace(small, **kept), "bfloat16", TOY.tokens, TOY.width, TOY.width) > 1.5 * real_s
+    assert small.matmul_ends == 0
+    reached = {attention_flops_per_s(small, "flash2", seq, 128) for seq in (8, 65536)}
+    assert len(reached) == 1  # a toy's sequence is short beside any block
 
 
 def test_times_cores_and_host_are_left_alone_and_caps_scale_with_bandwidth():
