@@ -70,7 +70,7 @@ def validate(
             console.print(piece)
         if picture is not None:
             console.print(f"Picture: {picture}", markup=False, highlight=False, soft_wrap=True)
-    if not report.compared or (check and not all(goal.met for goal in report.goals)):
+    if not report.compared or (check and any(goal.met is False for goal in report.goals)):
         return FALSE
     return DONE
 
@@ -81,11 +81,11 @@ def _draw(report: Report, path: Path) -> None:
     from emu.validate.show import sections
     from emu.view.report import Picture, write_report
     from emu.view.style import png_bytes
-    from emu.view.validated import Point, draw_validated
+    from emu.view.validated import Point, validated_figure
 
     if not report.times:
         raise EmuError("no run has a time that can be compared, so there is nothing to draw", "leave out --picture")
-    figure = draw_validated(Point(pair.source, pair.measured, pair.predicted) for pair in report.times)
+    figure = validated_figure(Point(pair.source, pair.measured, pair.predicted) for pair in report.times)
     if path.suffix == ".png":
         path.write_bytes(png_bytes(figure))
     else:

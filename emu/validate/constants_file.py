@@ -19,8 +19,6 @@ FAMILIES = {
     "a100": "A100, 40 and 80 GB",
     "h100": "H100, H200",
     "tpu": "TPUs",
-    "nvlink": "NVLink through NVSwitch",
-    "nic": "InfiniBand and RoCE",
     "omni-path": "Omni-Path of Jean Zay",
     "software": "what programs cost, whatever the chip",
 }

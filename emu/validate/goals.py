@@ -7,6 +7,10 @@ from dataclasses import dataclass
 
 from .score import Pair, errors, order
 
+MEDIAN_ERROR, MEAN_ERROR, RANK_ACCURACY = 0.08, 0.12, 0.90  # of step times
+MEMORY_ERROR = 0.08
+COLLECTIVE_MEDIAN_ERROR, COLLECTIVE_WORST_ERROR = 0.10, 0.25
+
 
 @dataclass(frozen=True)
 class Goal:
@@ -46,11 +50,11 @@ def goals_of(steps: Sequence[Pair], memory: Sequence[Pair], collectives: Sequenc
     """
     step, held, moved, ranked = errors(steps), errors(memory), errors(collectives), order(steps)
     return [
-        Goal("step time, median error", 0.08, step.median_ape, step.n),
-        Goal("step time, mean error", 0.12, step.mape, step.n),
-        Goal("rank accuracy of alike runs", 0.90, ranked.accuracy, ranked.pairs, most=False),
-        Goal("peak memory, median error", 0.08, held.median_ape, held.n),
-        Goal("peak memory, worst error", 0.08, held.worst, held.n),
-        Goal("collectives from 1 MiB, median error", 0.10, moved.median_ape, moved.n),
-        Goal("collectives from 1 MiB, worst error", 0.25, moved.worst, moved.n),
+        Goal("step time, median error", MEDIAN_ERROR, step.median_ape, step.n),
+        Goal("step time, mean error", MEAN_ERROR, step.mape, step.n),
+        Goal("rank accuracy of alike runs", RANK_ACCURACY, ranked.accuracy, ranked.pairs, most=False),
+        Goal("peak memory, median error", MEMORY_ERROR, held.median_ape, held.n),
+        Goal("peak memory, worst error", MEMORY_ERROR, held.worst, held.n),
+        Goal("collectives from 1 MiB, median error", COLLECTIVE_MEDIAN_ERROR, moved.median_ape, moved.n),
+        Goal("collectives from 1 MiB, worst error", COLLECTIVE_WORST_ERROR, moved.worst, moved.n),
     ]

@@ -154,7 +154,7 @@ def _faster_or_slower(link: Link, bytes_per_s: float, source: str) -> Link:
 def _network(built: Cluster, rule: Mapping[str, Any]) -> Link:
     per_device = rule.get("device_bits_per_s") or rule["node_bits_per_s"] / built.node.devices_per_node
     bytes_per_s, link = per_device / BITS, built.scale_out
-    if rule.get("link") in preset_tables("links"):
+    if "link" in rule:
         table = {**preset_tables("links")[rule["link"]], "bandwidth_bytes_per_s": bytes_per_s}
         link = build_link(table)
     return _faster_or_slower(link, bytes_per_s, rule["source"])

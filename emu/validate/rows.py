@@ -9,6 +9,7 @@ sources print more than anybody reads; so a slip in a field's name shows in the 
 from __future__ import annotations
 
 import math
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -34,12 +35,18 @@ def _whole(value: Any) -> Any:
     return value
 
 
+def _printable(value: Any) -> Any:
+    if isinstance(value, str) and (control := re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", value)):
+        raise ValueError(f"a text has no control characters such as {control[0]!r}, which terminals obey")
+    return value
+
+
 Count = Annotated[int, BeforeValidator(_whole), Field(ge=1, le=MOST, strict=True)]
 CountOrNone = Annotated[int, BeforeValidator(_whole), Field(ge=0, le=MOST, strict=True)]
 Positive = Annotated[float, BeforeValidator(_number), Field(gt=0, allow_inf_nan=False, strict=True)]
 NotNegative = Annotated[float, BeforeValidator(_number), Field(ge=0, allow_inf_nan=False, strict=True)]
 Fraction = Annotated[float, BeforeValidator(_number), Field(gt=0, le=1, allow_inf_nan=False, strict=True)]
-Text = Annotated[str, Field(strict=True)]
+Text = Annotated[str, BeforeValidator(_printable), Field(strict=True)]
 Flag = Annotated[bool, Field(strict=True)]
 
 
@@ -60,7 +67,7 @@ def _nothing_said(value: Any) -> Any:
 class Source(_Said):
     """Where a row was read."""
 
-    title: Annotated[str, BeforeValidator(_or_unknown), Field(strict=True)] = UNKNOWN_SOURCE
+    title: Annotated[Text, BeforeValidator(_or_unknown)] = UNKNOWN_SOURCE
     section: Text | None = None
     url: Text | None = None
 

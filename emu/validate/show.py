@@ -12,6 +12,7 @@ from emu.view.tables import Table
 from emu.view.units import percent_text, time_text
 
 from .collectives import pairs
+from .goals import MEMORY_ERROR
 from .report import Report
 from .score import Errors, Pair, errors, errors_by, errors_by_axis, order
 
@@ -121,6 +122,10 @@ def remarks(report: Report) -> Iterator[str]:
         yield f"Out of memory: {fits['out_of_memory_found']} of {fits['out_of_memory']} runs that failed are said not to fit."
     if fits["said_not_to_fit"]:
         yield f"Ran, and are said not to fit: {_some(fits['said_not_to_fit'])}."
+    far = sorted((p for p in report.memories if abs(p.error) > MEMORY_ERROR), key=lambda p: -abs(p.error))
+    if far:
+        named = _some([f"{p.id} ({p.error:+.1%})" for p in far])
+        yield f"Memory off by more than {MEMORY_ERROR:.0%} in {len(far)} of {len(report.memories)} runs: {named}."
     small = errors(pairs(report.collectives, large=False)).n - errors(pairs(report.collectives)).n
     if small:
         yield f"{small} collectives below 1 MiB are not in the goals: their time is mostly launches (see --json)."

@@ -91,8 +91,11 @@ def workload_of(row: RunRow, notes: Notes) -> Workload:
 
 def _dimensions(row: RunRow, notes: Notes) -> dict:
     model = row.model
-    layers, hidden = _stated(model.layers, "the model's layers"), _stated(model.hidden, "the model's hidden size")
-    heads = _stated(model.heads, "the model's heads")
+    layers, hidden = (
+        _stated(model.layers, "the model's number of layers"),
+        _stated(model.hidden, "the model's hidden size"),
+    )
+    heads = _stated(model.heads, "the model's number of heads")
     gated = _word(model.mlp, "mlp", notes) == "gated"
     head_dim = model.head_dim
     if head_dim is None:
@@ -181,13 +184,13 @@ def _batch(row: RunRow, dp: int, seq: int) -> int:
 
 
 def _micro_batch(row: RunRow, tp: int, notes: Notes) -> int | None:
-    if row.micro_batch is None and row.fsdp:
-        return notes.take("sharded_micro_batch")
-    if row.micro_batch is None:
-        notes.say("micro_batch: the fastest of those that can be, because such runs are tuned")
-        return None
-    of = assumed("micro_batch_of", row.source.title, row.model.name)
-    return row.micro_batch * tp if of and of.value == "device" else row.micro_batch
+    if row.micro_batch is not None:
+        of = assumed("micro_batch_of", row.source.title, row.model.name)
+        return row.micro_batch * tp if of and of.value == "device" else row.micro_batch
+    if assumed("micro_batch", row.source.title, row.model.name):
+        return notes.take("micro_batch")
+    notes.say("micro_batch: the fastest of those that can be, because such runs are tuned")
+    return None
 
 
 def _schedule(row: RunRow, pp: int, notes: Notes) -> tuple:
@@ -197,14 +200,22 @@ def _schedule(row: RunRow, pp: int, notes: Notes) -> tuple:
     named = required("schedule", row.schedule) if row.schedule else "1f1b"
     chunks = row.vp
     if named == "interleaved" and chunks is None:
-        layers = row.model.layers or 1
         choices = assumed("chunks", row.source.title, row.model.name)
         assert choices is not None
-        chunks = next((v for v in choices.value if layers % (pp * v) == 0), 1)
+        chunks = _dividing(row.model.layers or 1, pp, choices.value)
         notes.say(f"vp={chunks}: {choices.why}")
     if named in ("1f1b", "interleaved"):
         named = "interleaved" if (chunks or 1) > 1 else "1f1b"
     return named, chunks or 1
+
+
+def _dividing(layers: int, pp: int, choices: list[int]) -> int:
+    """The first number of chunks that gives all chunks as many layers; the outermost two may lack one, as Llama 3's do."""
+    for all_layers in (layers, layers + 2):
+        for chunks in choices:
+            if all_layers % (pp * chunks) == 0:
+                return chunks
+    return 1
 
 
 def _word(text: str | None, field: str, notes: Notes) -> Any:
@@ -214,5 +225,5 @@ def _word(text: str | None, field: str, notes: Notes) -> Any:
 
 def _stated(value: int | None, what: str) -> int:
     if value is None:
-        raise Unclear(f"{what} is not stated" if not what.endswith("s") else f"{what} are not stated")
+        raise Unclear(f"{what} is not stated")
     return value

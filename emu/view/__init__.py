@@ -16,9 +16,11 @@ from emu.view.notebook import attach
 from emu.view.pipeline import run_schedule_figure, schedule_figure, side_by_side
 from emu.view.report import Code, Heading, Picture, Text, report_html, write_report
 from emu.view.routing import routing_figure
+from emu.view.stepping import stepping_figure
 from emu.view.style import png_bytes, png_data_uri
 from emu.view.tables import Table, comparison_table, metrics_table
 from emu.view.timeline import timeline_figure
+from emu.view.validated import validated_figure
 from emu.view.waiting import waiting_figure
 
 __all__ = [
@@ -50,10 +52,12 @@ __all__ = [
     "run_schedule_figure",
     "schedule_figure",
     "side_by_side",
+    "stepping_figure",
     "summaries_table",
     "summary_html",
     "summary_tables",
     "timeline_figure",
+    "validated_figure",
     "waiting_figure",
     "write_report",
 ]

@@ -43,7 +43,7 @@ class Point:
 Group = tuple[str, list[Point]]
 
 
-def draw_validated(points: Iterable[Point], title: str = "Step time, predicted against measured") -> Figure:
+def validated_figure(points: Iterable[Point], title: str = "Step time, predicted against measured") -> Figure:
     """Seconds of a step, predicted over measured on logarithmic axes with a band of 8 %, and a histogram of errors.
 
     Args:
