@@ -59,17 +59,17 @@ def timeline_figure(
     start_s, end_s = window or (0.0, timeline.step_time_s or 1e-6)
     rows = timeline_rows(timeline, shown, np.linspace(start_s, end_s, COLUMNS + 1))  # clipped to the window
     with drawing():
-        places = _places(rows)
+        places = places_of(rows)
         height = (max(places) + 1 if places else 1) * (0.24 if len(rows) <= 16 else 0.17)
         figure = Figure(figsize=(width, height + 1.55), layout="constrained")
         axes = figure.add_subplot()
         unit, unit_s = time_unit(end_s)  # absolute time, so that a window finds itself in the whole picture
-        looks = _draw_bars(axes, rows, places, unit_s)
+        looks = draw_bars(axes, rows, places, unit_s)
         marked = _draw_marks(axes, timeline, rows, places, unit_s, (start_s, end_s))
         axes.set_xlim(start_s / unit_s, end_s / unit_s)
         axes.set_ylim((max(places) + 0.6) if places else 1, -0.6)
         axes.set_xlabel(f"time ({unit})")
-        _label_rows(axes, rows, places)
+        label_rows(axes, rows, places)
         if not looks:
             axes.text(0.5, 0.5, "nothing ran on any stream", transform=axes.transAxes, ha="center", color=FAINT_INK)
         heading = title
@@ -82,7 +82,7 @@ def timeline_figure(
             note = "pale bars: kernels too short for this picture; the shade is the share of time that they run"
             axes.set_title(note, loc="right", fontsize=8, color=FAINT_INK, pad=16)
         letters_s = np.linspace(start_s, end_s, LETTERS + 1)
-        _legend(figure, [look for look in looks if _is_seen(look, rows, letters_s)], marked)
+        bars_legend(figure, [look for look in looks if _is_seen(look, rows, letters_s)], marked)
     return figure
 
 
@@ -92,7 +92,7 @@ def _some(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"{len(ranks)} ranks, {min(ranks)} to {max(ranks)}"
 
 
-def _places(rows: Sequence[Row]) -> list[float]:
+def places_of(rows: Sequence[Row]) -> list[float]:
     """The height of each row from the top, with some room between ranks."""
     places: list[float] = []
     for i, row in enumerate(rows):
@@ -119,7 +119,7 @@ def _paint(look: Look) -> Paint:
     return communication_paint(look.label)
 
 
-def _draw_bars(axes: Axes, rows: Sequence[Row], places: Sequence[float], unit_s: float) -> list[Look]:
+def draw_bars(axes: Axes, rows: Sequence[Row], places: Sequence[float], unit_s: float) -> list[Look]:
     """One collection of rectangles per look, in the order of the legend, which is returned."""
     from matplotlib.collections import PolyCollection
 
@@ -200,7 +200,7 @@ def _draw_marks(
     return marked
 
 
-def _label_rows(axes: Axes, rows: Sequence[Row], places: Sequence[float]) -> None:
+def label_rows(axes: Axes, rows: Sequence[Row], places: Sequence[float]) -> None:
     axes.set_yticks(places, [row.stream or "no work" for row in rows])
     axes.tick_params(axis="y", length=0)
     room = 16 + 5.2 * max((len(row.stream) for row in rows), default=0)  # points, about the width of the stream names
@@ -219,7 +219,7 @@ def _label_rows(axes: Axes, rows: Sequence[Row], places: Sequence[float]) -> Non
     axes.spines["left"].set_visible(False)
 
 
-def _legend(figure: Figure, looks: Sequence[Look], marked: bool) -> None:
+def bars_legend(figure: Figure, looks: Sequence[Look], marked: bool) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 

@@ -11,7 +11,7 @@ from types import FrameType
 import torch
 
 _EMU = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_MACHINERY = tuple(os.path.join(_EMU, room) + os.sep for room in ("spmd", "virtual"))
+_MACHINERY = tuple(os.path.join(_EMU, room) + os.sep for room in ("spmd", "virtual", "stepping"))
 _INSIDE = (*_MACHINERY, *(os.path.join(_EMU, room) + os.sep for room in ("parallel", "equivalence", "trace")))
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _PYTHON = ("<frozen", threading.__file__, contextlib.__file__)  # `with dist.gathered():` enters through contextlib

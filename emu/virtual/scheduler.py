@@ -68,7 +68,7 @@ class Scheduler:
             while not self._finished.wait(LOOK_S):
                 self._look(watchdog)
         except BaseException as interrupt:  # Ctrl-C: every rank ends first
-            self._end_all(interrupt)
+            self.end_all(interrupt)
         finally:
             for thread in self.threads.values():
                 if thread.worker is not None and thread.worker.ident is not None:
@@ -127,7 +127,7 @@ class Scheduler:
             self.failure = (rank, error)
         self.ending = True
 
-    def _end_all(self, interrupt: BaseException) -> None:
+    def end_all(self, interrupt: BaseException) -> None:
         """Ends every rank, and returns when they have; called from outside of them."""
         self.fail(-1, interrupt)
         watchdog = Watchdog()

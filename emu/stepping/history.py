@@ -1,0 +1,106 @@
+"""What is known of the steps so far: one list, written once and compared when the program runs again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from emu.spmd import EmuError
+from emu.stepping.ops import Op
+from emu.trace.events import Event
+
+STATES = ("not begun", "ready", "waiting", "ended")
+
+
+class Standing(NamedTuple):
+    """How one rank stands before a step."""
+
+    rank: int
+    events: int  # how many of its events are on record
+    state: str  # one of STATES
+    what: str  # what it waits in; "" if it does not
+    where: str  # at which line
+
+
+class WentAnotherWay(EmuError):
+    """The program did something else when it ran again. Fields: index, before, now."""
+
+
+class History:
+    """The steps of a program, in the order in which they were taken, and what every rank had on record before each.
+
+    Attributes:
+        ops: the steps. The last one is about to be taken, unless the program has ended.
+        events: every rank's record, as far as it was seen.
+        ended: whether the last step is known.
+        error: what ended the program, if it failed.
+        coming: what a rank that gave the baton away stands before.
+        choices: before which step the baton was given to which rank, by the stepper's wish.
+    """
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self.ranks = list(ranks)
+        self.ops: list[Op] = []
+        self.events: dict[int, list[Event]] = {rank: [] for rank in ranks}
+        self.changes: list[tuple[Standing, ...]] = []
+        self.ended = False
+        self.error: BaseException | None = None
+        self.choices: dict[int, int] = {}
+        self.coming: dict[int, Op] = {}
+        self.cuts = 0  # how often what was known proved not to be so
+
+    def __len__(self) -> int:
+        """How many steps are known, the one that is about to be taken among them."""
+        return len(self.ops)
+
+    def note(self, index: int, op: Op, now: Mapping[int, Standing], records: Mapping[int, Sequence[Event]]) -> None:
+        """A rank stands before step number `index`.
+
+        Raises:
+            WentAnotherWay: it is known already, and was another.
+        """
+        if index < len(self.ops):
+            before = self.ops[index]
+            if before != op:
+                raise WentAnotherWay(
+                    f"step {index} was {before.label} on rank {before.rank} ({before.line}), and is {op.label} on rank "
+                    f"{op.rank} ({op.line}) now that the program runs again",
+                    "going back runs the program from its beginning: let it depend on nothing that an earlier run leaves "
+                    "behind (lists outside of it, files, time), and seed what is random",
+                    index=index,
+                    before=before,
+                    now=op,
+                )
+            return
+        self.ops.append(op)
+        self._note(now, records)
+
+    def end(
+        self, now: Mapping[int, Standing], records: Mapping[int, Sequence[Event]], error: BaseException | None
+    ) -> None:
+        """The program has ended, after the last step that was noted."""
+        if not self.ended:
+            self.ended, self.error = True, error
+            self._note(now, records)
+
+    def _note(self, now: Mapping[int, Standing], records: Mapping[int, Sequence[Event]]) -> None:
+        if len(self.changes) > len(self.ops) - (not self.ended):  # another rank was given this step before
+            self.changes[-1] += tuple(now.values())
+        else:
+            self.changes.append(tuple(now.values()))
+        for standing in now.values():
+            known = self.events[standing.rank]
+            known.extend(records[standing.rank][len(known) : standing.events] if standing.rank in records else ())
+
+    def cut(self, index: int) -> None:
+        """Another rank goes first at step `index`: what was known from there on is not so."""
+        self.cuts += 1
+        self.coming.clear()
+        del self.ops[index:], self.changes[index + 1 :]
+        self.ended, self.error = False, None
+        self.choices = {at: rank for at, rank in self.choices.items() if at < index}
+        counts = dict.fromkeys(self.ranks, 0)
+        for changes in self.changes:
+            counts.update((standing.rank, standing.events) for standing in changes)
+        for rank, count in counts.items():
+            del self.events[rank][count:]

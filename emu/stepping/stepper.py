@@ -1,0 +1,293 @@
+"""The stepper: a program of many ranks, one step at a time, forth and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from emu.hardware import Cluster
+from emu.spmd import EmuError, Mesh
+from emu.spmd.programs import check_kinds
+from emu.stepping.chunks import Walk
+from emu.stepping.execution import Execution, Goal
+from emu.stepping.goals import Until, What
+from emu.stepping.history import History, WentAnotherWay
+from emu.stepping.moment import Moment, RankMoment
+from emu.stepping.ops import Op
+from emu.stepping.situation import Situations
+
+MOST_STANDING = (
+    2  # runs of the program that are kept standing still: one where the stepper is, one for looking elsewhere
+)
+
+
+def step(
+    program: Callable[..., Any],
+    mesh: Mesh,
+    *,
+    backend: str = "virtual",
+    order: str | int = "program",
+    args: Sequence[Any] = (),
+) -> Stepper:
+    """Runs `program(rank, *args)` on every rank of a mesh, one step at a time: it stands before the first one.
+
+        with emu.step(program, emu.Mesh(dp=2)) as s:
+            s.next()
+            s.until("all_reduce")
+            s.back()
+            s.at(40).rank(1).tensor("layers.0.w")
+
+    A step is one thing that one rank does: a kernel, an allocation, a collective, a message, a wait, a mark. Which rank goes
+    next is the order's choice, or yours: `next(rank=2)`.
+
+    Going back runs the program again from its beginning, to the same bits. What it changes outside of itself (a list that it
+    appends to, a file, what it prints) it changes again: let it depend on nothing that an earlier run leaves behind.
+
+    Args:
+        backend: "virtual" computes with real numbers; "shape" with shapes alone.
+        order: which rank runs when several can: "program" (each until it must wait), or a seed.
+
+    Raises:
+        EmuError: a wrong argument, or a mesh that lies on no cluster.
+    """
+    check_kinds(program, mesh)
+    if backend not in ("virtual", "shape"):
+        raise EmuError(
+            f"there is no stepping with backend {backend!r}", "use virtual or shape: real devices do not stop"
+        )
+    if order == "time":
+        raise EmuError(
+            'there is no stepping with order="time"', 'use order="program" or a seed, or choose: next(rank=2)'
+        )
+    if not isinstance(mesh.on, Cluster):
+        raise EmuError(
+            f"the mesh lies on {mesh.on!r}, which is no cluster", 'pass one: Mesh(dp=8, on=emu.cluster("h100-8"))'
+        )
+    return Stepper(program, mesh, mesh.on, {"order": order, "args": tuple(args), "meta": backend == "shape"})
+
+
+class Stepper:
+    """A program that stands before one of its steps. It draws itself; `print(s)` shows it as text.
+
+    Attributes:
+        index: how many steps were taken.
+        mesh, cluster: what it runs on.
+        history: the steps that are known so far.
+        closed: whether it was closed: then nothing is left to step.
+    """
+
+    def __init__(self, program: Callable[..., Any], mesh: Mesh, cluster: Cluster, how: dict[str, Any]) -> None:
+        self.mesh, self.cluster, self.index, self.closed = mesh, cluster, 0, False
+        self._program, self._how = program, {"capacity_bytes": cluster.chip.hbm_bytes, **how}
+        self.history = History(range(mesh.size))
+        self._situations = Situations(self.history)
+        self._executions: list[Execution] = []  # the one that was used last stands last
+        self._results: list[Any] | None = None
+        self._run(self._begun(), lambda index, op: True)
+
+    def __enter__(self) -> Stepper:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    # Going on and back.
+
+    def next(self, n: int = 1, rank: int | None = None) -> Stepper:
+        """Takes n steps; or as many as it takes until a rank has taken n of its own, which goes on whenever it can.
+
+        At the end it stays there. A breakpoint() in the program stops it.
+
+        Raises:
+            whatever the program raises; then it stands where that was raised, and can step back.
+        """
+        _check_count("next", n)
+        start, ops = self.index, self.history.ops
+        if rank is not None:
+            self.rank(rank)  # tells a wrong one at once
+        taken = [0, start]  # steps of that rank, and up to where they were counted
+
+        def goal(index: int, op: Op) -> bool:
+            if rank is None:
+                return index >= start + n
+            while taken[1] < index:
+                taken[0] += ops[taken[1]].rank == rank
+                taken[1] += 1
+            return taken[0] >= n
+
+        return self._run(self._standing(start), goal, rank)
+
+    def until(self, what: What) -> Stepper:
+        """Goes on until a step that is what is asked for: it stands before that one.
+
+        Args:
+            what: an op ("mm"), a kind of collective ("all_reduce"), one of a group ("dp.all_reduce"), the name that one was
+                given, a module ("layers.0"), a phase ("backward"), a mark ("step 3"), with * for any characters; "breakpoint";
+                a rank (2, or "rank 2"); or a function of the step (an Op).
+
+        Raises:
+            EmuError: the program ended before it; it stands at the end. Or whatever the program raises.
+        """
+        goal = Until(what, self.index)
+        if isinstance(what, int):
+            self.rank(what)  # tells a wrong one at once
+        goal.begin(self.history)
+        self._run(self._standing(self.index), goal)
+        if goal.error is not None:
+            raise goal.error
+        if not goal.found and self.ended:
+            raise goal.nothing(self.history)
+        return self
+
+    def back(self, n: int = 1) -> Stepper:
+        """Takes n steps back. The program runs again only when its tensors are looked at, or when it goes on from there.
+
+        Raises:
+            EmuError: there are not so many steps before this one.
+        """
+        _check_count("back", n)
+        self._check_open()
+        if n > self.index:
+            raise EmuError(
+                f"back({n}) from step {self.index} leads before the beginning", f"go back {self.index} at most"
+            )
+        self.index -= n
+        return self
+
+    def at(self, index: int) -> Moment:
+        """The moment before step number `index`, counted from 0; a negative one counts from here. The stepper stays.
+
+        Raises:
+            EmuError: the program has no such step.
+        """
+        if isinstance(index, bool) or not isinstance(index, int):
+            raise EmuError(f"at({index!r}) names no step", "give its number, counted from 0")
+        wanted = index if index >= 0 else self.index + index
+        if wanted > len(self.history) - (not self.history.ended) and not self.history.ended:
+            self._standing(wanted)
+        if not 0 <= wanted <= len(self.history):
+            raise EmuError(f"there is no step {index}", f"the program has steps 0 to {len(self.history)}")
+        return self._moment(wanted)
+
+    def goto(self, index: int) -> Stepper:
+        """Goes to the moment before step number `index`, forth or back.
+
+        Raises:
+            EmuError: the program has no such step.
+        """
+        self.index = self.at(index).index
+        return self
+
+    def close(self) -> None:
+        """Ends every rank. Nothing is left running; what was seen can still be looked at, but for tensors."""
+        self.closed = True
+        while self._executions:
+            self._executions.pop().close()
+
+    # Looking.
+
+    @property
+    def now(self) -> Moment:
+        """The moment where it stands."""
+        return self._moment(self.index)
+
+    @property
+    def op(self) -> Op | None:
+        """The step that is about to be taken; None at the end."""
+        return self.now.op
+
+    @property
+    def ended(self) -> bool:
+        """Whether it stands at the end of the program."""
+        return self.history.ended and self.index >= len(self.history)
+
+    @property
+    def error(self) -> BaseException | None:
+        """What ended the program, if it stands there."""
+        return self.now.error
+
+    @property
+    def results(self) -> list[Any]:
+        """What the program returned, by rank.
+
+        Raises:
+            EmuError: it has not come to its end, or it failed.
+        """
+        if self._results is None:
+            raise EmuError(
+                "the program has not returned yet", "go on to its end: until nothing is left, or next(1_000_000)"
+            )
+        return self._results
+
+    def rank(self, rank: int) -> RankMoment:
+        """One rank where the stepper stands."""
+        return self.now.rank(rank)
+
+    def collective(self, algorithm: str | None = None) -> Walk:
+        """The last collective that moved data, chunk by chunk: see Moment.collective."""
+        return self.now.collective(algorithm)
+
+    def state(self) -> dict[str, Any]:
+        """Everything but tensors where it stands, as plain data that JSON can carry: see emu.stepping.plain."""
+        return self.now.state()
+
+    def __repr__(self) -> str:
+        return repr(self.now)
+
+    def _repr_png_(self) -> bytes:
+        return self.now._repr_png_()
+
+    # Runs of the program that stand still.
+
+    def _moment(self, index: int) -> Moment:
+        return Moment(index, self.history, self.mesh, self.cluster, self._situations.at, self._standing)
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise EmuError("the stepper was closed", "make another: emu.step(program, mesh)")
+
+    def _begun(self) -> Execution:
+        """A new run; of those that stand, the one that was used longest ago is ended for it."""
+        while len(self._executions) >= MOST_STANDING:
+            self._executions.pop(0).close()
+        execution = Execution(self._program, self.mesh, self.history, self._how)
+        self._executions.append(execution)
+        return execution
+
+    def _standing(self, index: int) -> Execution:
+        """A run that stands before step `index`: the one that is there, or the nearest before it, or a new one."""
+        self._check_open()
+        before = [e for e in self._executions if e.index <= index and (e.alive or e.index == index)]
+        keep = [e for e in before if e.index == self.index != index]  # where the stepper stands, it stays
+        chosen = max((e for e in before if e not in keep), key=lambda e: e.index, default=None)
+        if chosen is None:
+            if len(self._executions) >= MOST_STANDING and keep:
+                self._executions.sort(key=lambda e: e in keep)
+            chosen = self._begun()
+        self._executions.remove(chosen)
+        self._executions.append(chosen)
+        if chosen.index < index or not chosen.alive:
+            chosen.advance(lambda at, op: at >= index)
+        if chosen.index < min(index, len(self.history)):
+            raise chosen.failure or WentAnotherWay(
+                f"the program ended at step {chosen.index} when it ran again, and did not before",
+                "let it depend on nothing that an earlier run leaves behind: lists outside of it, files, time",
+            )
+        return chosen
+
+    def _run(self, execution: Execution, goal: Goal, prefer: int | None = None) -> Stepper:
+        """Goes on with a run that stands where the stepper does."""
+        try:
+            execution.advance(goal, prefer)
+        finally:
+            self.index = execution.index
+        if execution.outcome is not None:
+            self._results = execution.outcome.results
+        if execution.failure is not None:
+            raise execution.failure
+        return self
+
+
+def _check_count(name: str, n: object) -> None:
+    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+        raise EmuError(f"{name}({n!r}) is no number of steps", "give a whole number, at least 1")

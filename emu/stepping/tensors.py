@@ -1,0 +1,197 @@
+"""The tensors that a rank holds while it stands still, by the names that its program has for them.
+
+Nobody keeps a list of live tensors, and none is kept here: they are found through the modules that were named, and through
+the variables of the program's own functions. What autograd alone holds has no name; memory by category counts it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from emu.spmd import Group, Layout, Rank
+from emu.stepping.ops import described
+from emu.virtual.hbm import Block
+from emu.virtual.kernel import name_of
+from emu.virtual.lines import is_emus, user_frame
+
+if TYPE_CHECKING:
+    from emu.stepping.execution import Execution
+
+DEEP = 3  # how far lists, dicts and objects are looked into
+_FAST_LOCALS = 1  # CO_OPTIMIZED: the variables of a function, not a module's
+
+
+@dataclass(frozen=True)
+class Held:
+    """A tensor that a rank holds.
+
+    Attributes:
+        name: what the program calls it: "layers.0.w", "layers.0.w.grad", "x", "optimizer state of w: exp_avg".
+        shape, dtype, bytes: of it; views share memory, which is counted once in `Moment.hbm`.
+        category: of its memory; "host" if it is none of the device's.
+        layout: how it relates to the whole, where the program's wrappers say so.
+        requires_grad: whether it learns.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    category: str
+    layout: str
+    requires_grad: bool
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return {**vars(self), "shape": list(self.shape)}
+
+    def __str__(self) -> str:
+        layout = f" {self.layout}" if self.layout else ""
+        return f"{self.name}: {self.dtype}{list(self.shape)} {self.category}{layout}"
+
+
+def held(execution: Execution, rank: int) -> dict[str, tuple[Held, Tensor]]:
+    """What a rank that stands still holds, by name; tensors themselves, so the caller drops them before it goes on."""
+    device = execution.devices.get(rank)
+    if device is None:
+        return {}
+    names = _Names()
+    frames = frames_of(execution, rank)
+    if device.tracker is not None:
+        for module, path in sorted(device.tracker.names._paths.items(), key=lambda item: item[1]):
+            names.module(path, module)
+    layouts: dict[str, Layout] = {}
+    for frame in frames:
+        variables = _variables(frame)
+        for name, value in variables.items():
+            names.value(name, value, frame.f_code.co_name)
+            layouts.update(_layouts(value))
+        variables.clear()
+    found = {}
+    for name, t in names.found.items():
+        if t.layout is not torch.strided:
+            continue
+        block = getattr(t.untyped_storage(), "_emu", None)
+        if block is not None and block.ledger is not device.ledger:
+            continue  # another rank's, through a closure
+        category = block.category if type(block) is Block else "host" if block is None else "temporary"
+        layout = layout_text(layouts.get(name.removesuffix(".grad")))
+        about = Held(name, tuple(t.shape), name_of(t.dtype), t.nbytes, category, layout, t.requires_grad)
+        found[name] = (about, t)
+    return found
+
+
+def frames_of(execution: Execution, rank: int) -> list[FrameType]:
+    """The functions of the program that a rank is in, the innermost first."""
+    if execution.failed_rank == rank and execution.failure is not None:
+        trace, raised = execution.failure.__traceback__, []
+        while trace is not None:
+            raised.append(trace.tb_frame)
+            trace = trace.tb_next
+        return [frame for frame in reversed(raised) if _is_users(frame)]
+    worker = execution.scheduler.threads[rank].worker
+    frame = sys._current_frames().get(worker.ident or 0) if worker is not None else None
+    found = []
+    while frame is not None:
+        if _is_users(frame):
+            found.append(frame)
+        frame = frame.f_back
+    return found
+
+
+def _is_users(frame: FrameType) -> bool:
+    return user_frame(start=frame) is frame and not is_emus(frame.f_code.co_filename)
+
+
+def _variables(frame: FrameType) -> dict[str, Any]:
+    """A function's variables. Python before 3.13 keeps the dict that it makes of them, and all in it alive: it is emptied."""
+    made = frame.f_locals
+    variables = dict(made)
+    if sys.version_info < (3, 13) and frame.f_code.co_flags & _FAST_LOCALS:
+        made.clear()
+    return variables
+
+
+def _layouts(value: Any) -> Mapping[str, Layout]:
+    """What a wrapper of the program knows of layouts: a Sharding, Grads, or what has one of them."""
+    for owner in (value, getattr(value, "__dict__", {}).get("sharding")):
+        layouts = getattr(owner, "layouts", None) if owner is not None and not isinstance(owner, type) else None
+        if isinstance(layouts, Mapping):
+            return {name: layout for name, layout in layouts.items() if isinstance(layout, Layout)}
+    return {}
+
+
+def layout_text(layout: Layout | None) -> str:
+    """ "tp: Shard(dim=0)"; "" where it is not known."""
+    if layout is None:
+        return ""
+    return ", ".join(f"{axis}: {placement}" for axis, placement in layout.placements.items()) or "Replicate()"
+
+
+class _Names:
+    """Names for tensors; the first name that one gets is its name."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, Tensor] = {}
+        self._known: dict[int, str] = {}
+        self._modules: set[int] = set()
+
+    def add(self, name: str, t: Tensor, owner: str = "") -> None:
+        if id(t) in self._known:
+            return
+        if name in self.found and owner:
+            name = f"{owner}.{name}"
+        unique, n = name, 2
+        while unique in self.found:
+            unique, n = f"{name} ({n})", n + 1
+        self.found[unique], self._known[id(t)] = t, unique
+        if t.is_leaf and t.requires_grad and t.grad is not None:
+            self.add(f"{unique}.grad", t.grad)
+
+    def module(self, path: str, module: nn.Module) -> None:
+        if id(module) in self._modules:
+            return
+        self._modules.add(id(module))
+        for name, t in (*module._parameters.items(), *module._buffers.items()):
+            if t is not None:
+                self.add(".".join(filter(None, (path, name))), t)
+
+    def value(self, name: str, value: Any, owner: str, depth: int = 0) -> None:
+        if isinstance(value, Tensor):
+            self.add(name, value, owner)
+        elif isinstance(value, nn.Module):
+            for path, part in value.named_modules():
+                self.module(path, part)
+        elif isinstance(value, torch.optim.Optimizer):
+            for p, state in list(value.state.items()):
+                of = self._known.get(id(p), "a parameter")
+                for key, t in state.items():
+                    self.value(f"{of}.{key}", t, owner, depth + 1)
+        elif depth < DEEP and not isinstance(value, (Rank, Group, type)):
+            for key, part in _parts(value):
+                self.value(f"{name}{key}", part, owner, depth + 1)
+
+
+def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+    """What is in a list, a dict, or an object: as Python writes it."""
+    if isinstance(value, dict):
+        yield from ((f"[{key!r}]", part) for key, part in list(value.items()))
+    elif isinstance(value, (list, tuple)):
+        yield from ((f"[{i}]", part) for i, part in enumerate(list(value)))
+    else:
+        made = getattr(value, "__dict__", None)
+        if isinstance(made, dict) and not callable(value):
+            yield from ((f".{key}", part) for key, part in list(made.items()) if not key.startswith("_"))
+
+
+def shown(t: Tensor) -> str:
+    """A tensor for people: what it is, and its numbers if they are few."""
+    text = described(t.dtype, t.shape)
+    return text if t.is_meta else f"{text}\n{t}"
