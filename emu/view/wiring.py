@@ -1,0 +1,145 @@
+"""Topologies drawn: devices, switches and the wires between them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import ceil, cos, pi, sin
+from typing import TYPE_CHECKING
+
+from emu.hardware import Topology
+from emu.spmd import EmuError
+from emu.view.style import CURVE_COLOURS, FAINT_INK, INK, drawing
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+MOST_DEVICES = 64
+DEVICE, SWITCH, WIRE, WRAP = CURVE_COLOURS[0], CURVE_COLOURS[4], "#8a8a8a", CURVE_COLOURS[2]
+# A DGX-1's two boards side by side, one a little higher, so that no wire passes behind a device.
+_BOARDS = ((0, 1), (1, 1.12), (0, 0), (1, 0.12), (2.3, 1.5), (3.3, 1.62), (2.3, 0.5), (3.3, 0.62))
+
+Place = tuple[float, float]
+
+
+def wiring_figure(topologies: Mapping[str, Topology], columns: int = 3, width: float = 10.0) -> Figure:
+    """Draws each topology with its wires (thicker ones carry more lanes), and says its ports, diameter and bisection.
+
+    Args:
+        topologies: title -> topology, each of at most 64 devices.
+        columns: pictures side by side.
+        width: of the figure in inches.
+
+    Raises:
+        EmuError: no topology, or one too large to be drawn.
+    """
+    from matplotlib.figure import Figure
+
+    large = [name for name, topology in topologies.items() if topology.n_devices > MOST_DEVICES]
+    if large or not topologies:
+        raise EmuError(
+            f"{large[0]} has more than {MOST_DEVICES} devices" if large else "there is no topology to draw",
+            "draw a smaller one of the same kind, e.g. Topology('torus', (4, 4))",
+        )
+    rows = ceil(len(topologies) / columns)
+    with drawing():
+        figure = Figure(figsize=(width, width / columns * 0.95 * rows), layout="constrained")
+        panels = figure.subplots(rows, columns, squeeze=False).flat
+        for axes, (name, topology) in zip(panels, topologies.items()):
+            _draw(axes, topology)
+            axes.set_title(f"{name}: {topology}\n{figures_of(topology)}", loc="left", fontsize=8.5)
+        for axes in figure.axes:
+            axes.set_axis_off()
+            axes.set_aspect("equal")
+    return figure
+
+
+def figures_of(topology: Topology) -> str:
+    """What a topology is measured by, in two lines."""
+    lanes = topology.bisection_lanes
+    return f"lanes: {topology.ports} a device, {lanes:g} between halves;\nwires on the way: {topology.diameter} at most"
+
+
+def places(topology: Topology) -> list[Place]:
+    """Where each device, and then each switch, is drawn."""
+    n, sizes = topology.n_devices, topology.sizes
+    if topology.kind == "hybrid cube mesh":
+        return list(_BOARDS[:n])
+    if topology.kind in ("torus", "grid", "hypercube"):
+        sizes = (2,) * sizes[0] if topology.kind == "hypercube" else sizes
+        return [_projected(topology.coordinates(device)) for device in range(n)]
+    if topology.kind in ("full mesh", "switch"):
+        ring = [(sin(2 * pi * i / n), cos(2 * pi * i / n)) for i in range(n)]
+        return ring + [(0.0, 0.0)] * (topology.n_vertices - n)
+    return _tree(topology)
+
+
+def _projected(at: tuple[int, ...]) -> Place:
+    """Columns, rows, and further axes to the back."""
+    x, y = float(at[-1]), -float(at[-2]) if len(at) > 1 else 0.0
+    for depth, step in enumerate(reversed(at[:-2])):
+        x, y = x + 0.36 * step * (1 + depth), y + 0.3 * step * (1 + 0.6 * depth)
+    return x, y
+
+
+def _tree(topology: Topology) -> list[Place]:
+    """Devices below, each switch above the middle of what hangs on it; leaves of rails side by side."""
+    n = topology.n_devices
+    found: dict[int, Place] = {device: (float(device + device // _group(topology)), 0.0) for device in range(n)}
+    below: dict[int, list[int]] = {}
+    for wire in topology.wires:
+        below.setdefault(wire.target, []).append(wire.source)
+    step = 0.3 * (found[n - 1][0] + 1)
+    for switch in range(n, topology.n_vertices):
+        under = [found[v] for v in below[switch]]
+        found[switch] = (sum(x for x, _ in under) / len(under), max(y for _, y in under) + step)
+    if topology.kind == "rails":
+        leaves = [v for v in range(n, topology.n_vertices) if found[v][1] == step]
+        for i, leaf in enumerate(leaves):
+            found[leaf] = ((i + 0.5) / len(leaves) * found[n - 1][0], step)
+    return [found[v] for v in range(topology.n_vertices)]
+
+
+def _group(topology: Topology) -> int:
+    """Devices that stand close together: a node's of rails, a rack's of a fat tree."""
+    return topology.sizes[-1]
+
+
+def _draw(axes: Axes, topology: Topology) -> None:
+    from matplotlib.patches import FancyArrowPatch
+
+    at, n = places(topology), topology.n_devices
+    for wire in topology.wires:
+        (x0, y0), (x1, y1) = at[wire.source], at[wire.target]
+        thick = 0.4 + 0.8 * min(wire.lanes, 8) ** 0.75
+        wraps = topology.kind == "torus" and not _neighbours(topology, wire.source, wire.target)
+        if wraps:
+            arc = FancyArrowPatch(
+                (x0, y0), (x1, y1), connectionstyle="arc3,rad=0.22", arrowstyle="-", color=WRAP, linewidth=0.8 * thick, zorder=1
+            )  # fmt: skip
+            axes.add_patch(arc)
+        else:
+            axes.plot([x0, x1], [y0, y1], color=WIRE, linewidth=thick, zorder=1, solid_capstyle="round")
+    crowded = n > 16 or (topology.n_vertices > n + 1 and n > 8)
+    axes.scatter(*zip(*at[:n]), s=90 if crowded else 200, color=DEVICE, edgecolor=FAINT_INK, linewidth=0.5, zorder=3)
+    if at[n:]:
+        axes.scatter(
+            *zip(*at[n:]),
+            s=110 if crowded else 230,
+            marker="s",
+            color=SWITCH,
+            edgecolor=FAINT_INK,
+            linewidth=0.5,
+            zorder=3,
+        )
+    if n <= 16:
+        for device, place in enumerate(at[:n]):
+            axes.annotate(
+                str(device), place, ha="center", va="center", fontsize=5 if crowded else 6.5, color=INK, zorder=4
+            )
+    axes.margins(0.14)
+
+
+def _neighbours(topology: Topology, a: int, b: int) -> bool:
+    """Whether two devices of a torus lie side by side, so that the wire between them is no way round."""
+    return sum(abs(p - q) for p, q in zip(topology.coordinates(a), topology.coordinates(b))) == 1
