@@ -172,7 +172,10 @@ def _fitting(base: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     node, host = given.get("node"), given.get("host")
     shape = node.get("shape") if isinstance(node, Mapping) else None
     if "node" in base and isinstance(shape, Mapping):
-        base = {**base, "node": {key: value for key, value in base["node"].items() if key != "topology"}}
+        # Lanes of the preset's direct wires are lanes of any other shape that has no more; a switch's one lane is not.
+        switched = base["node"].get("shape", {}).get("kind") in SWITCHED
+        dropped = ("topology", "ports") if switched else ("topology",)
+        base = {**base, "node": {key: value for key, value in base["node"].items() if key not in dropped}}
         if shape.get("kind") not in SWITCHED:  # no switch that sums
             up = {k: v for k, v in base["node"]["scale_up"].items() if not k.startswith("in_switch_")}
             base["node"]["scale_up"] = up
