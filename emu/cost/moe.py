@@ -107,23 +107,37 @@ def break_even_tokens(layer: MoeLayer, ranks: int, cluster: Cluster) -> float:
     It has one more exchange, of counts, and with few tokens every one of them costs its latency and little else. Infinite
     where it moves no less.
     """
-    saved_s = 4 * (
-        _moving_s("all_gather", ranks * layer.width * layer.element_bytes, ranks, cluster)
-        - _moving_s("all_to_all", layer.top_k * layer.width * layer.element_bytes, ranks, cluster)
-    )  # by one token
-    return _latency_s("all_to_all", ranks, cluster) / saved_s if saved_s > 0 else inf
+    if not moves_less(layer, ranks):
+        return inf
+    row_bytes = layer.width * layer.element_bytes
+    counts_s = collective_s(_message("all_to_all", layer.experts * COUNT_BYTES, ranks), cluster)
+
+    def longer_s(tokens: float) -> float:
+        """How much longer the exchanges take than the gathers."""
+        copies = _message("all_to_all", round(layer.top_k * tokens * row_bytes), ranks)
+        gathered = _message("all_gather", round(ranks * tokens * row_bytes), ranks)
+        return counts_s + 4 * (collective_s(copies, cluster) - collective_s(gathered, cluster))
+
+    low, high = 0.0, 1.0
+    while longer_s(high) > 0:
+        low, high = high, 2 * high
+        if high > MOST_TOKENS:
+            return inf
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if longer_s(middle) > 0 else (low, middle)
+    return high
 
 
+COUNT_BYTES = 8  # of one rank's count for one expert
+MOST_TOKENS = 1e15  # where bytes have not paid for latency by then, they never do
 LARGE_BYTES = 2**40  # of a message whose latency does not count
 
 
 def _moving_s(kind: str, size_bytes: float, ranks: int, cluster: Cluster) -> float:
     """Seconds that a small part of a large message adds to it."""
-    return collective_s(_message(kind, LARGE_BYTES, ranks), cluster) / LARGE_BYTES * size_bytes
-
-
-def _latency_s(kind: str, ranks: int, cluster: Cluster) -> float:
-    return collective_s(_message(kind, 0, ranks), cluster)
+    large_s, twice_s = (collective_s(_message(kind, times * LARGE_BYTES, ranks), cluster) for times in (1, 2))
+    return (twice_s - large_s) / LARGE_BYTES * size_bytes
 
 
 def _message(kind: str, size_bytes: int, ranks: int) -> Collective:

@@ -136,7 +136,12 @@ def loss(values: Mapping[str, float], of: Sequence[Benchmark], free: Sequence[Fr
         at = place_evenly(one.n, one.per_node, clusters[key])
         seconds = choose(one.kind, one.bytes_, at, clusters[key], one.algorithm).seconds
         total += math.log(seconds / one.measured_s) ** 2
-    return total + PRIOR_WEIGHT * sum((math.log(values[f.name] / f.prior) / f.width) ** 2 for f in free)
+    return total + PRIOR_WEIGHT * sum(distance(f, values) ** 2 for f in free)
+
+
+def distance(one: Free, values: Mapping[str, float]) -> float:
+    """How far a value is from its prior, in widths."""
+    return math.log(values[one.name] / one.prior) / one.width
 
 
 def with_values(cluster: Cluster, values: Mapping[str, float], free: Sequence[Free] = FREE) -> Cluster:

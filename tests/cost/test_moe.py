@@ -76,7 +76,7 @@ def test_inside_a_node_skew_is_paid_for_only_where_bytes_are_saved(layer, n):
 
 @given(layers, ranks)
 def test_at_the_break_even_imbalance_both_take_as_long_with_many_tokens(layer, n):
-    tokens = 10**7  # latency is nothing
+    tokens = 10**9  # latency is nothing
     products = layer.step_flops(tokens) / NODE.chip.flops_per_s("bfloat16")
     ep, tp = (sum(collective_s(e, NODE) for e in f(layer, tokens, n)) for f in (expert_parallel, tensor_parallel))
     p = break_even_imbalance(layer, n, NODE)
@@ -95,10 +95,11 @@ def test_few_tokens_are_those_below_which_the_exchanges_take_longer(layer, n):
     if few < inf:
         assert longer(int(few * 0.9)) and not longer(int(few * 1.1) + 2)
     else:
-        assert longer(1) and longer(10**6)
+        assert longer(1)
+        assert longer(10**9) or layer.top_k == n  # equal bytes: only steps and counts differ
 
 
 def test_mixtral_on_a_node_of_h100():
     assert moves_less(MIXTRAL_8X7B, 8) and not moves_less(MIXTRAL_8X7B, 2)
-    assert break_even_imbalance(MIXTRAL_8X7B, 8, NODE) == pytest.approx(1.17, abs=0.01)
-    assert break_even_tokens(MIXTRAL_8X7B, 8, NODE) == pytest.approx(51, abs=1)
+    assert break_even_imbalance(MIXTRAL_8X7B, 8, NODE) == pytest.approx(1.136, abs=0.005)
+    assert break_even_tokens(MIXTRAL_8X7B, 8, NODE) == pytest.approx(33, abs=1)

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from emu.cost.collectives.axes import Axis
 from emu.cost.collectives.kinds import ROOTED, log2
 from emu.cost.collectives.placement import Placement
-from emu.cost.collectives.rates import inside_bytes_per_s, lane_bytes_per_s, launch_s
+from emu.cost.collectives.rates import filling_s, inside_bytes_per_s, lane_bytes_per_s, posted_s
 from emu.hardware import Cluster, Link
 
 AT_ONCE = 8  # messages that NCCL sends or receives at a time: NVIDIA/nccl@5067397, NCCL_MAX_DEV_WORK_P2P_PER_BATCH
@@ -26,10 +26,11 @@ def single_form_s(
 ) -> tuple[str, float]:
     """Algorithm and seconds of gather, scatter, ring_shift and an all_to_all that all ranks take part in alike."""
     n, link = placement.n, slowest(placement, cluster)
-    fixed_s = launch_s(placement, cluster)
+    fixed_s = posted_s(placement, cluster)
     if kind == "all_to_all":
         pieces = sizes or (bytes_ / n,)
-        return "direct", fixed_s + rounds_s(placement, cluster) + even_s(max(pieces), placement, cluster)
+        moving_s = even_s(max(pieces), placement, cluster) + filling_s(n * max(pieces), cluster)
+        return "direct", fixed_s + rounds_s(placement, cluster) + moving_s
     if kind in ROOTED:
         pieces = sizes or (bytes_ / n,) * n
         tree = algorithm == "tree"

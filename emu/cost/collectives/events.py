@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from emu.cost.collectives.all_to_all import even_s, rounds_s, uneven_s
+from emu.cost.collectives.all_to_all import rounds_s, uneven_s
 from emu.cost.collectives.choice import moving_s
 from emu.cost.collectives.kinds import ROOTED, check_known
 from emu.cost.collectives.placement import Placement, place
-from emu.cost.collectives.rates import lane_bytes_per_s, launch_s
+from emu.cost.collectives.rates import filling_s, lane_bytes_per_s, posted_s
 from emu.hardware import Cluster
 from emu.trace.events import Collective, Transfer
 
@@ -49,14 +49,15 @@ def collective_s(
 
 def _all_to_all_s(event: Collective, cluster: Cluster, placement: Placement, others: Mapping[int, Collective]) -> float:
     n, members = placement.n, event.members
-    fixed_s = launch_s(placement, cluster) + rounds_s(placement, cluster)
     if not event.sizes and all(not o.sizes and o.bytes == event.bytes for o in others.values()):
-        return fixed_s + even_s(event.bytes / n, placement, cluster)
+        return moving_s("all_to_all", event.bytes, placement, cluster)
     sent = {}
     for i, member in enumerate(members):
         part = others.get(member, event)
         sent[i] = part.sizes or (part.bytes / n,) * n
-    return fixed_s + uneven_s([cluster.node_of(m) for m in members], sent, placement, cluster)
+    fixed_s = posted_s(placement, cluster) + rounds_s(placement, cluster)
+    busiest_s = uneven_s([cluster.node_of(m) for m in members], sent, placement, cluster)
+    return fixed_s + busiest_s + filling_s(max(map(sum, sent.values())), cluster)
 
 
 def transfer_s(event: Transfer, cluster: Cluster, busiest_bytes: int = 0) -> float:
@@ -77,5 +78,5 @@ def transfer_s(event: Transfer, cluster: Cluster, busiest_bytes: int = 0) -> flo
             rate = lane_bytes_per_s(placement, cluster) * placement.ring_lanes
     else:
         link, rate = cluster.scale_out, cluster.scale_out.bytes_per_s
-    seconds = launch_s(placement, cluster) + link.latency_s + max(event.bytes, busiest_bytes) / rate
+    seconds = posted_s(placement, cluster) + link.latency_s + max(event.bytes, busiest_bytes) / rate
     return max(seconds, cluster.chip.kernel_s)

@@ -43,3 +43,14 @@ def launch_s(placement: Placement, cluster: Cluster) -> float:
     return (cluster.node.scale_up.launch_s or 0.0) + (
         (cluster.scale_out.launch_s or 0.0) if placement.nodes > 1 else 0.0
     )
+
+
+def filling_s(bytes_: float, cluster: Cluster) -> float:
+    """What a message loses while the pipes fill. See emu.hardware.Link; fitted to rings, and taken to be so of others."""
+    up = cluster.node.scale_up
+    return (up.fill_s or 0.0) * bytes_ / (bytes_ + (up.fill_bytes or 0.0)) if bytes_ else 0.0
+
+
+def posted_s(placement: Placement, cluster: Cluster) -> float:
+    """What messages between pairs cost beside their own latency. The base latency is that of rings, taken to be theirs."""
+    return launch_s(placement, cluster) + cluster.node.scale_up.base_s

@@ -1,0 +1,290 @@
+"""Where a group lies, what that makes of its collectives, and what holds of all prices."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from emu.cost import PricingError, collective_s, transfer_s
+from emu.cost.collectives import ALGORITHMS, KINDS, Level, choose, moving_s, place, place_evenly
+from emu.cost.collectives.axes import Axis
+from emu.cost.collectives.choice import candidates
+from emu.cost.collectives.kinds import BY
+from emu.hardware import Cluster, Fabric, Node, Topology
+from emu.hardware import cluster as preset
+from emu.trace.events import Collective, Transfer
+
+GiB = 2**30
+CLUSTERS = {
+    name: preset(name, **({"nodes": nodes} if nodes else {}))
+    for name, nodes in {
+        **{"a100": 4, "h100": 8, "b200": 4, "mi300x": 2, "v100": 2, "gb200": 2},
+        **dict.fromkeys(("tpu-v5e-pod", "tpu-v4-cube", "llama3-24576", "h100-rails-1024", "trn2-ultraserver"), 0),
+    }.items()
+}
+groups = st.tuples(st.sampled_from(sorted(CLUSTERS)), st.integers(1, 40), st.integers(1, 8)).map(
+    lambda g: (CLUSTERS[g[0]], min(g[1], g[2] * CLUSTERS[g[0]].nodes), g[2])
+)
+sizes = st.one_of(st.integers(0, 2**16), st.integers(0, 2**36))
+
+
+def possible(kind: str, at, cluster: Cluster) -> list[str]:
+    found = []
+    for algorithm in ALGORITHMS:
+        try:
+            moving_s(kind, 1, at, cluster, algorithm)
+        except PricingError:
+            continue
+        found.append(algorithm)
+    return found
+
+
+# What holds of all prices.
+
+
+@settings(max_examples=300)
+@given(groups, st.sampled_from(KINDS), sizes, sizes)
+def test_more_bytes_never_take_less_time(group, kind, a, b):
+    cluster, n, per_node = group
+    at = place_evenly(n, per_node, cluster)
+    small, large = sorted((a, b))
+    for algorithm in ("", *possible(kind, at, cluster)):
+        assert moving_s(kind, small, at, cluster, algorithm) <= moving_s(kind, large, at, cluster, algorithm) * (
+            1 + 1e-12
+        )
+    if n > 1 and kind != "barrier":  # negative control
+        assert moving_s(kind, large + 2**38, at, cluster) > moving_s(kind, large, at, cluster)
+
+
+@given(st.sampled_from(sorted(CLUSTERS)), st.sampled_from(KINDS), sizes, st.sampled_from(("", *ALGORITHMS)))
+def test_a_group_of_one_is_free(name, kind, size, algorithm):
+    cluster = CLUSTERS[name]
+    assert moving_s(kind, size, place_evenly(1, 1, cluster), cluster, algorithm) == 0.0
+
+
+@settings(max_examples=200)
+@given(groups, st.sampled_from(KINDS), sizes)
+def test_twice_the_bandwidth_never_takes_longer(toy, group, kind, size):
+    cluster, n, per_node = group
+    at = place_evenly(n, per_node, cluster)
+    up, out = (
+        toy.replace(link, bandwidth_bytes_per_s=2 * link.bandwidth_bytes_per_s)
+        for link in (cluster.node.scale_up, cluster.scale_out)
+    )
+    inside = toy.replace(cluster, node=toy.replace(cluster.node, scale_up=up))
+    both = toy.replace(inside, scale_out=out)
+    for algorithm in ("", *possible(kind, at, cluster)):
+        seconds = moving_s(kind, size, at, cluster, algorithm)
+        assert moving_s(kind, size, at, inside, algorithm) <= seconds
+        assert moving_s(kind, size, at, both, algorithm) <= seconds
+    if n > 1 and kind != "barrier":
+        assert moving_s(kind, 2**40, at, both) < 0.51 * moving_s(kind, 2**40, at, cluster)
+
+
+@settings(max_examples=200)
+@given(groups, st.sampled_from(sorted(BY)), sizes)
+def test_the_choice_is_the_fastest_that_the_library_has(group, kind, size):
+    cluster, n, per_node = group
+    at = place_evenly(n, per_node, cluster)
+    chosen = choose(kind, size, at, cluster)
+    if n > 1 and kind not in ("gather", "scatter"):
+        having = [name for name in candidates(kind, at) if name in possible(kind, at, cluster)]
+        assert chosen.algorithm in having
+        assert chosen.seconds == min(moving_s(kind, size, at, cluster, name) for name in having)
+
+
+@settings(max_examples=50)
+@given(groups, st.sampled_from([kind for kind in KINDS if kind != "all_to_all"]), sizes)
+def test_an_event_costs_what_its_numbers_cost(group, kind, size):
+    """One price list: of members, and of how many lie in how many nodes."""
+    cluster, n, per_node = group
+    members = tuple(i // per_node * cluster.node.devices_per_node + i % per_node for i in range(n))
+    event = Collective(kind, "dp", members, 0, size, (), "float32", "", "", 0, "s", "s", 0, "")
+    assert collective_s(event, cluster) == moving_s(kind, size, place_evenly(n, per_node, cluster), cluster)
+
+
+def test_a_price_is_worked_out_once_for_a_group():
+    """Sixteen thousand members are gone through once, and then no more."""
+    cluster = CLUSTERS["llama3-24576"]
+
+    looked = Counter()
+
+    class Members(tuple):
+        def __iter__(self):
+            looked["all"] += 1
+            return super().__iter__()
+
+    members = Members(range(16384))
+    at = place(members, cluster)
+    once = looked["all"]
+    assert once <= 4
+    event = Collective("all_reduce", "dp", members, 0, GiB, (), "bfloat16", "", "", -1, "s", "s", 0, "")
+    for size in range(100):
+        collective_s(event._replace(bytes=size * 2**20), cluster, placement=at)
+    assert looked["all"] == once
+    assert place_evenly(16384, 8, cluster) == at
+
+
+# Placements.
+
+
+def test_what_a_placement_says():
+    h100 = CLUSTERS["h100"]
+    at = place((0, 1, 2, 8, 9), h100)
+    assert (at.n, at.nodes, at.fewest, at.most, at.kind, at.levels) == (5, 2, 2, 3, "switch", ())
+    with pytest.raises(PricingError, match="rank 64 has no device"):
+        place((0, 64), h100)
+    for n, per_node in ((65, 8), (9, 1), (4, 9), (0, 1), (4, 0)):
+        with pytest.raises(PricingError, match="have no place on h100"):
+            place_evenly(n, per_node, h100)
+
+
+def test_levels_of_the_llama_3_cluster():
+    """Racks of 16, pods of 3072 at full bandwidth, 1:7 above. A ring leaves each pod once; interleaved members, each time."""
+    cluster = CLUSTERS["llama3-24576"]
+    at = place_evenly(24576, 8, cluster)
+    assert at.levels == (Level("rack", 16, 16.0, 1), Level("pod", 3072, 3072 / 7, 1))
+    assert place_evenly(16, 8, cluster).levels == ()
+    assert place_evenly(24, 8, cluster).levels[0][::2] == ("rack", 16.0)
+    there_and_back = place([r + 3072 * p for r in range(0, 80, 8) for p in (0, 1)], cluster)
+    assert there_and_back.levels[1] == Level("pod", 10, 3072 / 7, 10)
+    assert CLUSTERS["h100"].fabric is None and place_evenly(64, 8, CLUSTERS["h100"]).levels == ()
+
+
+def test_levels_of_rails():
+    cluster = CLUSTERS["h100-rails-1024"]
+    assert place_evenly(1024, 8, cluster).levels == (Level("unit", 256, 256.0, 1),)
+    assert place_evenly(128, 1, cluster).levels == (Level("unit", 32, 32.0, 1),)
+
+
+def torus(toy, kind: str, sizes: tuple[int, ...], lanes=()) -> Cluster:
+    shape = Topology(kind, sizes, lanes)
+    return toy.replace(toy.cluster(), node=Node(shape.n_devices, toy.cluster().node.scale_up, shape=shape))
+
+
+def test_axes_of_a_group_in_a_torus(toy):
+    cluster = torus(toy, "torus", (4, 4, 4), (1, 1, 2))
+    whole = place(range(64), cluster)
+    assert whole.axes == (Axis(4, 1, True), Axis(4, 1, True), Axis(4, 2, True))
+    assert place(range(4), cluster).axes == (Axis(4, 2, True),)
+    assert place((0, 1), cluster).axes == (Axis(2, 2, False),)
+    assert place((0, 16, 32), cluster).axes == (Axis(3, 1, False),)
+    assert place((0, 2), cluster).axes == (Axis(2, 2, False),)
+    assert place((5, 0, 4, 1), cluster).axes == (Axis(2, 1, False), Axis(2, 2, False))
+    odd = place((0, 1, 4), cluster)  # no regular part: a ring by way of whatever lies between
+    assert odd.axes == () and odd.ring_lanes == 1
+    assert choose("all_gather", 10**6, odd, cluster).algorithm == "ring"
+
+
+def test_a_full_mesh_has_one_lane_for_each_pair():
+    mi300x = CLUSTERS["mi300x"]
+    rate = mi300x.node.scale_up.bytes_per_s
+    for n in range(2, 9):
+        seconds = moving_s("all_reduce", 64 * GiB, place_evenly(n, n, mi300x), mi300x)
+        assert 2 * (n - 1) / n * 64 * GiB / seconds == pytest.approx(rate * (n - 1) / 7, rel=0.01)
+    pair = Transfer("send", "pp", 0, 1, 0, GiB, "float32", "s", "s", 0, "")
+    assert GiB / transfer_s(pair, mi300x) == pytest.approx(rate / 7, rel=0.02)
+
+
+def test_rings_of_a_dgx_1_have_the_wires_between_their_members():
+    v100 = preset("v100")
+    lanes = {members: place(members, v100).ring_lanes for members in ((0, 3), (0, 1), (0, 5), (0, 1, 2, 3))}
+    assert lanes == {(0, 3): 2, (0, 1): 1, (0, 5): 1, (0, 1, 2, 3): 4}
+    assert place(range(8), v100).ring_lanes == 6
+
+
+# All-to-all.
+
+
+def test_all_to_all_grows_with_the_torus_and_not_with_the_fat_tree(toy):
+    """A ring of e carries e/8 S on each wire; a switch (n-1)/n S on each device's own link, however many there are."""
+    rate = toy.rate
+    for e in (4, 8, 16):
+        ring = torus(toy, "torus", (e,))
+        seconds = moving_s("all_to_all", 10**9, place(range(e), ring), ring)
+        assert seconds - -(-(e - 1) // 8) * toy.alpha_s == pytest.approx(e / 8 * 10**9 / (rate / 2))
+        line = torus(toy, "grid", (e,))
+        assert moving_s("all_to_all", 10**9, place(range(e), line), line) == pytest.approx(
+            -(-(e - 1) // 8) * toy.alpha_s + e / 4 * 10**9 / (rate / 2)
+        )
+    square = torus(toy, "torus", (4, 16))
+    assert moving_s("all_to_all", 10**9, place(range(64), square), square) == pytest.approx(
+        8 * toy.alpha_s + 2 * 10**9 / (rate / 4)
+    )
+    switch = toy.cluster(per_node=64)
+    assert moving_s("all_to_all", 10**9, place(range(64), switch), switch) == pytest.approx(
+        8 * toy.alpha_s + 63 / 64 * 10**9 / rate
+    )
+
+
+@pytest.mark.parametrize("e", [2, 3, 4, 5, 8])
+@pytest.mark.parametrize("kind", ["torus", "grid"])
+def test_the_busiest_wire_of_an_all_to_all_is_the_one_counted(toy, kind, e):
+    """Every message over its wires, the shortest way; where both ways are as short, half and half."""
+    shape = Topology(kind, (e, 3))
+    load = Counter[tuple[int, int]]()
+    n = shape.n_devices
+    for source in range(n):
+        for target in range(n):
+            there = list(shape.path(source, target)) if source != target else []
+            back = [wire.back for wire in shape.path(target, source)] if source != target else []
+            for wire in (*there, *back):
+                load[wire.source, wire.target] += 0.5 / n
+    cluster = torus(toy, kind, (e, 3))
+    seconds = moving_s("all_to_all", 10**9, place(range(n), cluster), cluster)
+    latency_s = -(-(n - 1) // 8) * toy.alpha_s
+    assert seconds - latency_s == pytest.approx(max(load.values()) * 10**9 * shape.ports / toy.rate)
+
+
+def test_all_to_all_over_a_thin_top_takes_as_much_longer(toy):
+    """Two pods that share a seventh of their cards' bandwidth: half of all bytes must pass there."""
+    flat = toy.cluster(nodes=28, per_node=1)
+    thin = toy.replace(flat, fabric=Fabric(rack_devices=1, pod_devices=14, oversubscription=7))
+    members = range(28)
+    size = 10**9
+    latency_s = 4 * 10 * toy.alpha_s
+    out = toy.rate / 10
+    assert moving_s("all_to_all", size, place(members, flat), flat) == pytest.approx(latency_s + 27 / 28 * size / out)
+    assert moving_s("all_to_all", size, place(members, thin), thin) == pytest.approx(
+        latency_s + (14 * 14 / 28 * size) / (14 / 7 * out)
+    )
+    within = place(range(14), thin)
+    assert moving_s("all_to_all", size, within, thin) == pytest.approx(2 * 10 * toy.alpha_s + 13 / 14 * size / out)
+
+
+def test_a_ring_feels_a_thin_top_only_if_it_crosses_it_often(toy):
+    flat = toy.cluster(nodes=28, per_node=1)
+    thin = toy.replace(flat, fabric=Fabric(rack_devices=1, pod_devices=14, oversubscription=7))
+    turns = [i // 2 + 14 * (i % 2) for i in range(28)]
+    in_order, to_and_fro = (moving_s("all_gather", 10**9, place(m, thin), thin, "ring") for m in (range(28), turns))
+    free = moving_s("all_gather", 10**9, place(turns, flat), flat, "ring")
+    assert in_order == free == moving_s("all_gather", 10**9, place(range(28), flat), flat, "ring")
+    latency_s = 27 * 10 * toy.alpha_s
+    assert to_and_fro - latency_s == pytest.approx(7 * (free - latency_s))
+
+
+# Tori.
+
+
+def test_rings_along_all_axes_are_the_scaling_books(toy):
+    """An all-gather along one axis of a TPU v5p takes V over 2 x 90 GB/s, along two axes V over twice that, and without
+    wrap as long as over half (jax-ml/scaling-book sharding.md)."""
+    v5p = preset("tpu-v5p-pod")
+    lane = v5p.node.scale_up.bytes_per_s / 6
+    size = 2**38
+    one, two = place(range(28), v5p), place(range(20 * 28), v5p)
+    assert [axis.extent for axis in two.axes] == [20, 28]
+    assert moving_s("all_gather", size, one, v5p) == pytest.approx(27 / 28 * size / (2 * lane), rel=1e-3)
+    assert moving_s("all_gather", size, two, v5p) == pytest.approx(size / (4 * lane), rel=0.04)
+    part = place(range(14), v5p)
+    assert moving_s("all_gather", size, part, v5p) == pytest.approx(13 / 14 * size / lane, rel=1e-3)
+    cube = preset("tpu-v4-cube")
+    lane = cube.node.scale_up.bytes_per_s / 6
+    assert moving_s("all_reduce", size, place(range(64), cube), cube) == pytest.approx(
+        2 * 63 / 64 * size / (6 * lane), rel=1e-3
+    )
+    few = moving_s("all_gather", 0, place(range(64), cube), cube)
+    assert few == pytest.approx(3 * 2 * 1e-6)  # two hops along each axis
