@@ -130,6 +130,9 @@ def test_short_k_is_slow_because_tiles_must_be_written():
     for k in (64, 256, 1024, 16384):
         reached = matmul_flops_per_s(H100, "bfloat16", *full_waves, k) / H100.flops_per_s("bfloat16")
         assert reached == pytest.approx(k / (k + ends_k), rel=1e-3)
+    ends_in_float32 = 2 * ends_k * H100.flops_per_s("float32") / H100.flops_per_s("bfloat16")  # results twice as wide
+    reached = matmul_flops_per_s(H100, "float32", *full_waves, 64) / H100.flops_per_s("float32")
+    assert reached == pytest.approx(64 / (64 + ends_in_float32), rel=1e-3)
     slow = [
         matmul_flops_per_s(H100, d, *full_waves, 1024) / H100.flops_per_s(d) for d in ("float32", "bfloat16", "float8")
     ]
