@@ -1,5 +1,8 @@
-"""Prices against what others measured of kernels and layers, not of steps: nothing here was fitted to these figures but
-where a test says so."""
+"""Prices against what others measured of kernels and layers, not of steps.
+
+The fit (emu.validate.fit) sees a few of these: the layers of table 4 that compute again, and one profile of each zero
+bubble model, with a small weight.
+"""
 
 from __future__ import annotations
 
@@ -109,8 +112,7 @@ def test_selective_recomputation_costs_what_was_measured():
 
 
 # arXiv 2401.10241: T_F, T_B and T_W that its authors profiled on A100, ms of a layer (a stage's by its layers). T_F and
-# T_B are without tensor parallelism. A fifth of the layouts that these come with are in the fit's fold, which gives
-# profiles a small weight.
+# T_B are without tensor parallelism.
 ZERO_BUBBLE = {
     "1.5B": (Layer(2304, 24, 1024, 6), (18.522 / 3, 18.086 / 3, 9.337 / 3)),
     "14.6B": (Layer(5120, 40, 1024, 1), (11.347 / 3, 11.248 / 3, 8.132 / 3)),
