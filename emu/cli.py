@@ -14,6 +14,7 @@ from emu.commands.clinic import clinic
 from emu.commands.demo import demo
 from emu.commands.run import run
 from emu.commands.simulate import simulate
+from emu.commands.step import step
 from emu.commands.validate import validate
 from emu.commands.verify import verify
 from emu.programs import DONE, FALSE, INTERRUPTED, Failure, failure_of
@@ -24,7 +25,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (demo, verify, run, clinic, simulate, validate):
+for command in (demo, verify, run, step, clinic, simulate, validate):
     app.command()(command)
 
 

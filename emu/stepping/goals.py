@@ -18,8 +18,8 @@ class Until:
     Names match the step itself. A scope or phase matches the first step in it: on each rank, one whose step before was not.
 
     Args:
-        what: an op's name, a kind of collective, "group.kind", a mark, a scope or a phase, with * for any characters; a rank; or a
-            function of the step.
+        what: an op's name, a kind of collective, "group.kind", a mark, a scope or a phase, with * for any characters; a
+            rank; or a function of the step.
     """
 
     def __init__(self, what: What, start: int) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from emu.cost import Timeline, price
+from emu.cost import PricingError, Timeline, price
 from emu.hardware import Cluster
 from emu.spmd import EmuError, Mesh
 from emu.stepping.chunks import Walk, walked
@@ -133,6 +133,13 @@ class Moment:
         """
         return price(Trace(dict(self.mesh.axes), so_far(self.situation())), self.cluster)
 
+    def priced(self) -> Timeline | None:
+        """The same; None for what the cost model does not know: stepping goes on without times."""
+        try:
+            return self.timeline()
+        except PricingError:
+            return None
+
     def state(self) -> dict[str, Any]:
         """Everything but tensors, as plain data that JSON can carry."""
         from emu.stepping.plain import state_of
@@ -148,7 +155,7 @@ class Moment:
         from emu.view.stepping import stepping_figure
         from emu.view.style import NOTEBOOK_DPI, png_bytes
 
-        return png_bytes(stepping_figure(self.state(), self.timeline()), NOTEBOOK_DPI)
+        return png_bytes(stepping_figure(self.state(), self.priced()), NOTEBOOK_DPI)
 
 
 class RankMoment:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from emu.cost import PricingError, Timeline
+from emu.cost import Timeline
 from emu.stepping.moment import in_words
 from emu.stepping.ops import Op
-from emu.stepping.situation import Situation, Stands
+from emu.stepping.situation import Situation, Stands, key_of
 from emu.trace.events import Collective, EventRecord, EventWait, HostCopy, Kernel, Transfer, Wait
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ def state_of(moment: Moment) -> dict[str, Any]:
     given, until_s), works (started and not waited for), host_s.
     """
     history, situation = moment.history, moment.situation()
-    timeline = _priced(moment)
+    timeline = moment.priced()
     error = moment.error
     return {
         "index": moment.index,
@@ -39,14 +39,6 @@ def state_of(moment: Moment) -> dict[str, Any]:
         "collectives": _collectives(situation),
         "ranks": [_rank(moment, situation, timeline, rank) for rank in history.ranks],
     }
-
-
-def _priced(moment: Moment) -> Timeline | None:
-    """None for what the cost model does not know: stepping goes on without times."""
-    try:
-        return moment.timeline()
-    except PricingError:
-        return None
 
 
 def _op(op: Op | None) -> dict[str, Any] | None:
@@ -92,8 +84,8 @@ def _coming(moment: Moment, rank: int) -> Op | None:
 
 
 def _host_s(timeline: Timeline | None, rank: int) -> float | None:
-    times = timeline.event_times(rank) if timeline is not None else ()
-    return times[-1] if len(times) else None
+    times = list(timeline.event_times(rank)) if timeline is not None else []
+    return times[-1] if times else None
 
 
 def _streams(situation: Situation, timeline: Timeline | None, rank: int, stands: Stands) -> list[dict[str, Any]]:
@@ -126,7 +118,7 @@ def _works(situation: Situation, rank: int, stands: Stands) -> list[dict[str, An
     found = []
     for work, i in stands.works.items():
         event = situation.event(rank, i)
-        waits_for = situation.absent(_key(event)) if situation.is_open(event) else []
+        waits_for = situation.absent(key_of(event)) if situation.is_open(event) else []
         found.append(
             {
                 "work": work,
@@ -138,12 +130,6 @@ def _works(situation: Situation, rank: int, stands: Stands) -> list[dict[str, An
             }
         )
     return found
-
-
-def _key(event: Collective | Transfer) -> Any:
-    from emu.stepping.situation import key_of
-
-    return key_of(event)
 
 
 def _messages(situation: Situation) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from emu.view.bars import Row, sample_ranks, timeline_rows
-from emu.view.memory import STACK, category_legend
+from emu.view.memory import STACK
 from emu.view.style import CATEGORY_PAINTS, FAINT_INK, INK, OTHER_CATEGORY, drawing
 from emu.view.timeline import COLUMNS, bars_legend, draw_bars, label_rows, places_of
 from emu.view.units import byte_unit, bytes_text, time_text, time_unit
@@ -50,13 +50,13 @@ def stepping_figure(state: Mapping[str, Any], timeline: Timeline | None, width: 
         looks = draw_bars(left, rows, places, unit_s)
         left.set_xlim(window[0] / unit_s, (window[1] + 0.04 * (window[1] - window[0])) / unit_s)
         left.set_ylim((max(places) + 0.75) if places else 1, -0.75)
-        left.set_xlabel(f"time so far ({unit}), provisional")
+        left.set_xlabel(f"time so far ({unit}), provisional; the lines are where each rank's host stands")
         label_rows(left, rows, places)
         left.set_title(_title(state), loc="left")
         _draw_cursors(left, state, rows, places, unit_s, window)
         _draw_memory(right, state, rows, places)
         bars_legend(figure, looks, False)
-        category_legend(figure, [c for c in STACK if any(r["hbm"].get(c) for r in state["ranks"])])
+        _memory_legend(right, height, [c for c in STACK if any(r["hbm"].get(c) for r in state["ranks"])])
     return figure
 
 
@@ -167,6 +167,19 @@ def _draw_memory(axes: Axes, state: Mapping[str, Any], rows: Sequence[Row], plac
     axes.set_title("last, then next", loc="left")
     axes.spines["left"].set_visible(False)
     axes.tick_params(axis="y", length=0, labelleft=False)
+
+
+def _memory_legend(axes: Axes, height: float, categories: Sequence[str]) -> None:
+    """The colours of memory's categories, below its panel, which is so many inches high."""
+    from matplotlib.patches import Patch
+
+    handles = []
+    for name in categories:
+        colour, hatch = CATEGORY_PAINTS.get(name, OTHER_CATEGORY)
+        handles.append(Patch(facecolor=colour, hatch=hatch or None, edgecolor="#ffffff", linewidth=0.0, label=name))
+    if handles:
+        below = -0.6 / height  # inches under the panel: under the axis's own label
+        axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(0, below), ncols=3, handlelength=2.0)
 
 
 def _doing(r: Mapping[str, Any]) -> str:

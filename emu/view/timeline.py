@@ -201,9 +201,10 @@ def _draw_marks(
 
 
 def label_rows(axes: Axes, rows: Sequence[Row], places: Sequence[float]) -> None:
-    axes.set_yticks(places, [row.stream or "no work" for row in rows])
+    names = [row.stream or "no work" for row in rows]
+    axes.set_yticks(places, names)
     axes.tick_params(axis="y", length=0)
-    room = 16 + 5.2 * max((len(row.stream) for row in rows), default=0)  # points, about the width of the stream names
+    room = 16 + 5.2 * max(map(len, names), default=0)  # points, about the width of the stream names
     for rank in dict.fromkeys(row.rank for row in rows):
         own = [place for row, place in zip(rows, places, strict=True) if row.rank == rank]
         axes.annotate(
