@@ -129,6 +129,7 @@ def axes_of(case: Case) -> dict[str, str]:
         "schedule": w.schedule if w.pp > 1 else "no pipeline",
         "chip": w.cluster.chip.name,
         "model": "experts" if w.moe else "dense",
+        "row": "part assumed" if case.assumed else "says all",
     }
 
 

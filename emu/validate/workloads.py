@@ -15,6 +15,8 @@ from .rows import Experts, RunRow
 from .software import stack_of
 from .words import Unclear, assumed, meaning, required
 
+MOST_STAGES = 256  # of a pipeline: some schedules are walked step by step, and no published run has half as many
+
 
 class Notes:
     """Gathers what is assumed about one row."""
@@ -145,6 +147,8 @@ def _moe(said: Experts | None, dropless: bool) -> Moe | None:
 def _devices(row: RunRow, notes: Notes) -> tuple[int, int, int, int, int]:
     """tp, pp, cp, dp and their product. What is not stated is 1, and dp is what is left of n_gpus."""
     tp, pp, cp = (_or_one(row, name, notes) for name in ("tp", "pp", "cp"))
+    if pp > MOST_STAGES:
+        raise Unclear(f"{pp} pipeline stages are more than emu prices, {MOST_STAGES}")
     n, cut = row.n_gpus, tp * pp * cp
     if n is None:
         dp = _stated(row.dp, "the number of devices")

@@ -192,6 +192,7 @@ def test_what_is_not_stated_is_assumed_and_said(case, fields, name, value, told)
         ({"model__mlp": "convolution"}, 'mlp "convolution" is none'),
         ({"model__kv_heads": 32}, "more than 16 query heads"),
         ({"pp": 32, "n_gpus": 256}, "cannot be cut into 32 pipeline stages"),
+        ({"pp": 512, "n_gpus": 4096, "model__layers": 512}, "512 pipeline stages are more than emu prices"),
         ({"ep": 8}, "there are none"),
         ({"measured": {}}, "no time, rate or memory of a step is stated"),
         ({"measured": None}, "no time, rate or memory of a step is stated"),
