@@ -33,6 +33,8 @@ from emu.validate.rows import RunRow
         ("NVIDIA H200 141GB", "", 16, "h200", 2, 8, 400),
         ("8xMI300X", "", 8, "mi300x", 1, 8, 400),
         ("Gaudi 3", "", 8, "gaudi3", 1, 8, 600),
+        ("A100 40GB (AWS p4d)", "", 64, "a100-40gb", 8, 8, 50),
+        ("H100 (AWS p5.48xlarge)", "", 64, "h100", 8, 8, 400),
         ("V100 32GB (DGX-2)", "", 64, "v100", 4, 16, 50),
     ],
 )
@@ -41,6 +43,18 @@ def test_a_text_names_a_chip_nodes_and_a_network(text, source, n, name, nodes, p
     assert found.chip.name == chip(name).name
     assert (found.nodes, found.node.devices_per_node) == (nodes, per_node)
     assert found.scale_out.bandwidth_bytes_per_s * 8 / 1e9 == pytest.approx(network_gbit, abs=0.3)
+
+
+def test_a_kind_of_network_that_behaves_otherwise_is_taken_as_such():
+    efa, plain = (
+        machine("H100 (AWS p5.48xlarge)", 64).cluster.scale_out,
+        machine("H100 (8x400G IB)", 64).cluster.scale_out,
+    )
+    assert (efa.name, plain.name) == ("EFA", "NIC")
+    assert (efa.launch_s or 0) > (plain.launch_s or 0)
+    opa = machine("A100 80GB (4x OPA100 per node)", 64).cluster.scale_out
+    assert opa.achievable_fraction < plain.achievable_fraction
+    assert opa.fitted == ("omni-path",)
 
 
 def test_a_network_that_no_word_tells_is_assumed_and_said():
