@@ -72,7 +72,7 @@ def advise(timeline: Timeline, memory: Memory | None = None) -> list[Advice]:
 def _gain_s(timeline: Timeline, change: Callable[[Sequence[Event]], Iterable[Event]]) -> float:
     """By how much the step is shorter with every rank's events changed."""
     trace = Trace(timeline.trace.axes, {rank: list(change(events)) for rank, events in timeline.trace.events.items()})
-    return timeline.step_time_s - price(trace, timeline.cluster, timeline.launch_mode).step_time_s
+    return timeline.step_time_s - price(trace, timeline.cluster, timeline.launch_mode, timeline.contention).step_time_s
 
 
 # Time.
@@ -123,7 +123,9 @@ def _collectives(timeline: Timeline) -> list[Advice]:
     changed, counted = joined(timeline.trace, timeline.cluster)
     if not counted:
         return []
-    saved_s = timeline.step_time_s - price(changed, timeline.cluster, timeline.launch_mode).step_time_s
+    saved_s = (
+        timeline.step_time_s - price(changed, timeline.cluster, timeline.launch_mode, timeline.contention).step_time_s
+    )
     if saved_s < WORTH * timeline.step_time_s:
         return []
     before, after = sum(n for n, _ in counted.values()), sum(n for _, n in counted.values())

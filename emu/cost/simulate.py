@@ -1,12 +1,24 @@
-"""Prices a trace on a cluster: a discrete-event simulation of hosts, streams and links.
+"""Prices a trace on a cluster: a discrete-event simulation of hosts, streams, devices and links.
 
 CUDA's and NCCL's rules: the host of each rank launches one thing after another and runs ahead of its streams; a
 stream does its work in order; streams are ordered among each other by events and waits alone; the kernel of a
 collective starts when its own stream reaches it and the work issued before it is done, then waits for the other
 members, then moves data.
 
-Not modelled so far: kernels of different streams of one device, transfers of different groups over one link, and
-copies to and from the host on several streams, each run at full speed, as if they did not share it.
+What runs at one time shares what it runs on, and alone takes what the price list says:
+
+* Communication takes compute of its devices: while it moves data `Chip.overlap_loss`, and while its kernel waits for
+  others the cores that it holds (emu.cost.loads, with sources). Transfers to other nodes hold few cores, copies to the
+  host none. It takes memory bandwidth by the bytes that arrive. So kernels beside it are slower; it is not slowed by them.
+* Kernels of several streams share their device (emu.cost.devices).
+* Messages share links: a device's own to its node, to the network and to its host, and what leads up from a pod
+  (emu.cost.links: max-min fair rates; emu.cost.loads: who takes what of which).
+
+A kernel or message that shares nothing ends exactly when it would in a simulation without all this
+(`contention=False`). Sharing can turn things round: where a kernel comes first that nobody waits for, what makes one
+thing faster may make the whole slower, as in all list scheduling (Graham 1969, doi 10.1137/0117039).
+
+Not modelled: clocks that fall as power rises, beyond what the fitted rates hold.
 """
 
 from __future__ import annotations
@@ -15,10 +27,11 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
+from emu.cost.devices import KernelCost
+from emu.cost.engine import Engine
 from emu.cost.errors import PricingError
-from emu.cost.host_copies import host_copy_s
-from emu.cost.kernels import kernel_s
-from emu.cost.streams import COLLECTIVE, KERNEL, TRANSFERS, WAIT, Half, RankState, Streams, Token
+from emu.cost.meetings import Half
+from emu.cost.streams import COLLECTIVE, COPY, TRANSFERS, WAIT, RankState, Token
 from emu.cost.stuck import check_all_done
 from emu.cost.timeline import Timeline
 from emu.hardware import Cluster
@@ -46,7 +59,7 @@ LAUNCH_MODES = ("eager", "compiled", "graph")
 NO_TIME = frozenset((Alloc, Free, HostFree, Recategorise, Mark, Use, At, Choice))
 
 
-def price(trace: Trace, cluster: Cluster, launch_mode: str = "eager") -> Timeline:
+def price(trace: Trace, cluster: Cluster, launch_mode: str = "eager", contention: bool = True) -> Timeline:
     """Says when everything in a trace happens on a cluster. The trace does not change: price it again elsewhere.
 
     Args:
@@ -56,6 +69,8 @@ def price(trace: Trace, cluster: Cluster, launch_mode: str = "eager") -> Timelin
         launch_mode: how long the host takes to launch a kernel. "eager": `host.launch_s` each; "compiled": the shorter
             `host.compiled_launch_s` each (that compiled code has fewer kernels is for the trace to say); "graph": the
             whole trace of a rank is one captured graph, launched once in `host.graph_launch_s`.
+        contention: False lets everything run at full speed, as if it shared nothing: what is slower with it is what
+            sharing costs.
 
     Raises:
         ValueError: there is no such launch mode.
@@ -72,60 +87,61 @@ def price(trace: Trace, cluster: Cluster, launch_mode: str = "eager") -> Timelin
             rank=top,
         )
     states = {rank: RankState(rank, list(events)) for rank, events in trace.events.items()}
-    streams = Streams(cluster, states)
+    engine = Engine(cluster, states, contention)
     host = cluster.host
     launch_s = {"eager": host.launch_s, "compiled": host.compiled_launch_s, "graph": 0.0}[launch_mode]
     if launch_mode == "graph":
         for state in states.values():
             state.host = host.graph_launch_s
-    durations: dict[tuple, float] = {}
+    costs: dict[tuple, KernelCost] = {}
     for state in states.values():
-        _advance(state, streams, launch_s, durations)
-        while streams.runnable:
-            _advance(streams.runnable.popleft(), streams, launch_s, durations)
-    check_all_done(streams)
+        _launch(state, engine, launch_s, costs)
+    engine.run()
+    while engine.runnable:
+        _launch(engine.runnable.popleft(), engine, launch_s, costs)
+        engine.run()
+    check_all_done(engine)
     return Timeline(
         trace=trace,
         cluster=cluster,
         launch_mode=launch_mode,
+        contention=contention,
         _starts={rank: s.starts for rank, s in states.items()},
         _ends={rank: s.ends for rank, s in states.items()},
         _moves={rank: s.moves for rank, s in states.items()},
         _hosts={rank: s.hosts for rank, s in states.items()},
+        _costs={rank: s.costs for rank, s in states.items()},
     )
 
 
-def _advance(state: RankState, streams: Streams, launch_s: float, durations: dict[tuple, float]) -> None:
+def _launch(state: RankState, engine: Engine, launch_s: float, known_costs: dict[tuple, KernelCost]) -> None:
     """Runs one rank's host until its record ends, or until it waits for a time that is not known yet.
 
-    This loop is the price of a trace: it keeps to plain tuples and indices (Kernel is name, scope, phase, flops,
-    bytes, dtype, dims, stream) and touches lanes only where a stream must wait.
+    This loop is much of the price of a trace: it keeps to plain tuples and numbers (Kernel is name, scope, phase, flops,
+    bytes, dtype, dims, stream).
     """
-    events, host_s, chip = state.events, state.host, streams.cluster.chip
-    tails, starts, ends, note_host = state.tails, state.starts, state.ends, state.hosts.append
+    events, host_s, chip = state.events, state.host, engine.cluster.chip
+    costs, note_host = state.costs, state.hosts.append
     if state.until:  # the host was waiting
         times_s: list[Any] = [token.value for token in state.until]  # known by now
         host_s = max(host_s, *times_s)
         state.until = []
         note_host(host_s)
     posted = -1  # the last transfer that was posted together with earlier ones
+    on, push = None, note_host  # the stream that was given a kernel last, and how to give it more
     for index, event in enumerate(islice(events, state.index, None), state.index):
         kind = type(event)
         if kind is Kernel:
-            name, _, _, flops, size, dtype, dims, stream = event
+            name, _, phase, flops, size, dtype, dims, stream = event
             host_s += launch_s
-            key = (name, flops, size, dtype, dims)
-            seconds = durations.get(key)
-            if seconds is None:
-                seconds = durations[key] = kernel_s(event, chip)
-            tail = tails.get(stream, 0.0)
-            if tail is None:
-                state.lanes[stream].queue.append((KERNEL, index, host_s, seconds))
-            else:
-                if host_s > tail:
-                    tail = host_s
-                starts[index] = tail
-                ends[index] = tails[stream] = tail + seconds
+            key = (name, phase, flops, size, dtype, dims)
+            cost = known_costs.get(key)
+            if cost is None:
+                cost = known_costs[key] = KernelCost(event, chip)
+            costs[index] = cost
+            if stream != on:
+                on, push = stream, engine.lane(state, stream).queue.append
+            push(index)
         elif kind in NO_TIME:
             pass
         elif kind is Collective:
@@ -133,19 +149,13 @@ def _advance(state: RankState, streams: Streams, launch_s: float, durations: dic
                 host_s += launch_s
             needed = state.position(event.after) if event.after != event.stream else 0.0
             token = state.works[event.work] = Token()
-            streams.give(state.lane(event.stream), (COLLECTIVE, needed, index, host_s, event, token))
+            engine.lane(state, event.stream).queue.append((COLLECTIVE, needed, index, host_s, event, token))
         elif kind is Wait or kind is EventWait:
             number, stream = event
             known = (state.works if kind is Wait else state.marks).get(number)
             if known is None:
                 raise _unknown(state.id, index, event)
-            if type(known) is Token and known.value is not None:
-                known = known.value
-            tail = tails.get(stream, 0.0)
-            if tail is None or isinstance(known, Token):
-                streams.give(state.lane(stream), (WAIT, known))
-            elif known > tail:
-                tails[stream] = known
+            engine.lane(state, stream).queue.append((WAIT, known))
         elif kind is EventRecord:
             state.marks[event.event] = state.position(event.stream)
         elif kind is Transfer:
@@ -158,18 +168,12 @@ def _advance(state: RankState, streams: Streams, launch_s: float, durations: dic
                 needed = state.position(event.after) if event.after != event.stream else 0.0
                 for stream in dict.fromkeys(half.event.stream for half in together):
                     halves = [half for half in together if half.event.stream == stream]
-                    streams.give(state.lane(stream), (TRANSFERS, needed, halves))
+                    engine.lane(state, stream).queue.append((TRANSFERS, needed, halves))
         elif kind is HostCopy:
             host_s += launch_s
-            seconds = host_copy_s(event, streams.cluster)
-            tail = tails.get(event.stream, 0.0)
-            if tail is None:
-                state.lanes[event.stream].queue.append((KERNEL, index, host_s, seconds))
-            else:
-                starts[index] = max(host_s, tail)
-                ends[index] = tails[event.stream] = starts[index] + seconds
+            engine.lane(state, event.stream).queue.append((COPY, 0.0, index, host_s, event))
         elif kind is HostWait:
-            waits: list[Any] = [state.position(s) for s in ((event.stream,) if event.stream else tuple(tails))]
+            waits: list[Any] = [state.position(s) for s in ((event.stream,) if event.stream else tuple(state.lanes))]
             state.until = [w for w in waits if type(w) is Token]
             host_s = max(host_s, *(w for w in waits if type(w) is not Token), 0.0)
             if state.until:
@@ -177,6 +181,7 @@ def _advance(state: RankState, streams: Streams, launch_s: float, durations: dic
                 for token in state.until:
                     token.waiters.append(state)
                 state.index, state.host = index + 1, host_s
+                engine.wake(state)
                 return
         else:
             raise PricingError(
@@ -187,6 +192,7 @@ def _advance(state: RankState, streams: Streams, launch_s: float, durations: dic
             )
         note_host(host_s)
     state.index, state.host = len(events), host_s
+    engine.wake(state)
 
 
 def _together(events: Sequence, first: int, host_s: float, launch_s: float) -> list[Half]:

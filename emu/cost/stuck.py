@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+from emu.cost.engine import Engine
 from emu.cost.errors import NeverCompletes
-from emu.cost.streams import RankState, Streams
+from emu.cost.streams import RankState
 from emu.trace.events import Collective, Transfer
 
 SHOWN = 8  # lines of a message: a thousand ranks wait alike
 
 
-def check_all_done(streams: Streams) -> None:
+def check_all_done(engine: Engine) -> None:
     """Raises NeverCompletes if some rank still waits for others after all hosts have gone as far as they can."""
     waiting: list[tuple[int, str, str, list[int]]] = []  # rank, stream, what it waits in, for whom
     missing: set[int] = set()
-    states = streams.states
-    for meeting in streams.meetings.values():
+    states = engine.states
+    for meeting in engine.meetings.collectives.values():
         event: Collective = next(iter(meeting.parts.values()))[2]
         absent = [m for m in event.members if m in states and m not in meeting.parts]
         what = f"{event.kind} {event.seq} of group {event.group!r}"
         waiting += [(rank, part[0].stream, what, absent) for rank, part in meeting.parts.items()]
         missing.update(m for m in absent if not _takes_part(states[m], event))
-    for lane, posted, _ in streams.halves.values():
+    for lane, posted in engine.meetings.halves.values():
         half = posted.event
         peer = half.dst if half.kind == "send" else half.src
         what = f"{half.kind} {half.seq} from rank {half.src} to {half.dst} (group {half.group!r})"

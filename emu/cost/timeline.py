@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from emu.cost.metrics import Metrics, measure
 from emu.hardware import Cluster
@@ -27,6 +27,12 @@ class Span(NamedTuple):
     group: str  # label of the group of a collective or transfer; "" otherwise
     index: int  # position in trace.events[rank]
     moves_s: float  # when all members of a collective were there and data began to move; start_s of others
+    alone_s: float  # how long it would have lasted from moves_s on if it had shared nothing with others
+
+    @property
+    def stretch_s(self) -> float:
+        """How much longer it lasted because it shared its device or its links with others."""
+        return max(self.end_s - self.moves_s - self.alone_s, 0.0)
 
 
 @dataclass(frozen=True)
@@ -37,15 +43,20 @@ class Timeline:
         trace: what was priced.
         cluster: on what.
         launch_mode: how kernels were launched: "eager", "compiled" or "graph".
+        contention: whether what runs at one time shared devices and links.
     """
 
     trace: Trace = field(repr=False)
     cluster: Cluster = field(repr=False)
     launch_mode: str
+    contention: bool
     _starts: Mapping[int, Sequence[float]] = field(repr=False)  # by rank, for every event; 0 where untimed
     _ends: Mapping[int, Sequence[float]] = field(repr=False)
     _moves: Mapping[int, Mapping[int, float]] = field(repr=False)  # by rank and index, for collectives and transfers
     _hosts: Mapping[int, Sequence[float]] = field(repr=False)
+    _costs: Mapping[int, Sequence[Any]] = field(
+        repr=False
+    )  # by rank, for every event: what it costs alone, as .seconds
 
     @cached_property
     def step_time_s(self) -> float:
@@ -64,21 +75,23 @@ class Timeline:
         return f"Timeline({time_text(self.step_time_s)} {where}: {what})"
 
     def _spans_of(self, rank: int) -> list[Span]:
-        starts, ends, moves = self._starts[rank], self._ends[rank], self._moves[rank]
+        starts, ends, moves, costs = self._starts[rank], self._ends[rank], self._moves[rank], self._costs[rank]
         spans: list[Span] = []
         for i, event in enumerate(self.trace.events[rank]):
+            phase = scope = group = ""
             if isinstance(event, Kernel):
-                start_s = starts[i]
-                spans.append(
-                    Span(event.stream, start_s, ends[i], event.name, "kernel", event.phase, event.scope, "", i, start_s)
-                )
+                name, kind, phase, scope = event.name, "kernel", event.phase, event.scope
             elif isinstance(event, (Collective, Transfer)):
+                name, group = event.name or event.kind, event.group
                 kind = "collective" if isinstance(event, Collective) else "transfer"
-                name = event.name or event.kind
-                spans.append(Span(event.stream, starts[i], ends[i], name, kind, "", "", event.group, i, moves[i]))
             elif isinstance(event, HostCopy):
-                name, start_s = event.name or event.kind, starts[i]
-                spans.append(Span(event.stream, start_s, ends[i], name, "host copy", "", "", "", i, start_s))
+                name, kind = event.name or event.kind, "host copy"
+            else:
+                continue
+            start_s, alone_s = starts[i], costs[i].seconds
+            spans.append(
+                Span(event.stream, start_s, ends[i], name, kind, phase, scope, group, i, moves.get(i, start_s), alone_s)
+            )
         return spans
 
     def event_times(self, rank: int) -> Sequence[float]:

@@ -1,4 +1,8 @@
-"""What holds for every trace, against a second, slower simulator that knows no queues."""
+"""What holds for every trace: against relaxation, which knows no queues, and against each other.
+
+What follows from nothing being shared is asked of `contention=False`: with it, sharing may turn things round (see
+test_contention.py, and test_contention_properties.py for what holds then).
+"""
 
 from __future__ import annotations
 
@@ -151,10 +155,11 @@ def duration(toy, trace, event, all_parts, together) -> float:
 
 @given(traces(), st.sampled_from([0.0, 0.01]))
 @settings(max_examples=150, deadline=None)
-def test_the_makespan_is_that_of_the_slow_simulator(toy, trace, launch_s):
+def test_without_contention_the_makespan_is_that_of_relaxation(toy, trace, launch_s):
     cluster = toy.cluster(launch_s=launch_s)
     # The same sums in another order: relative rounding only.
-    assert price(trace, cluster).step_time_s == pytest.approx(relaxed(trace, toy, cluster), rel=1e-9, abs=1e-12)
+    step_s = price(trace, cluster, contention=False).step_time_s
+    assert step_s == pytest.approx(relaxed(trace, toy, cluster), rel=1e-9, abs=1e-12)
 
 
 @given(traces(), st.permutations(range(3)))
@@ -180,18 +185,22 @@ def test_a_stream_does_one_thing_at_a_time_and_in_order(toy, trace):
             ended[span.stream] = max(ended[span.stream], span.end_s)
             busy[span.stream] += (span.end_s - span.start_s) * (span.kind == "kernel")
             assert span.start_s >= timeline.event_times(rank)[span.index] - 1e-12  # launched before it starts
+            assert span.end_s - span.moves_s >= span.alone_s - 1e-9
         assert all(timeline.step_time_s >= total - 1e-9 for total in busy.values())
 
 
 @given(traces())
 @settings(deadline=None)
 def test_faster_hardware_is_never_slower(toy, trace):
-    slow = price(trace, toy.cluster(launch_s=0.01)).step_time_s
+    def step_s(launch_mode="eager", **there):
+        return price(trace, toy.cluster(**{"launch_s": 0.01, **there}), launch_mode, contention=False).step_time_s
+
+    slow = step_s()
     slack = 1e-12 + slow * 1e-12
-    assert price(trace, toy.cluster(launch_s=0.01, rate=2e9)).step_time_s <= slow + slack
-    assert price(trace, toy.cluster(launch_s=0.01, alpha_s=1e-4)).step_time_s <= slow + slack
-    assert price(trace, toy.cluster(launch_s=0.005)).step_time_s <= slow + slack
-    assert price(trace, toy.cluster(launch_s=0.01), launch_mode="compiled").step_time_s <= slow + slack
+    assert step_s(rate=2e9) <= slow + slack
+    assert step_s(alpha_s=1e-4) <= slow + slack
+    assert step_s(launch_s=0.005) <= slow + slack
+    assert step_s("compiled") <= slow + slack
 
 
 @given(traces(), st.sampled_from("ab"))
@@ -199,7 +208,8 @@ def test_faster_hardware_is_never_slower(toy, trace):
 def test_free_communication_is_never_slower(toy, trace, label):
     if any(e.group == label for _, e in trace.of(Collective, Transfer)):  # type: ignore[union-attr]
         cluster = toy.cluster(launch_s=0.01)
-        assert price(trace.without(f"{label}.*"), cluster).step_time_s <= price(trace, cluster).step_time_s + 1e-12
+        without, whole = (price(t, cluster, contention=False) for t in (trace.without(f"{label}.*"), trace))
+        assert without.step_time_s <= whole.step_time_s + 1e-12
 
 
 def test_what_should_matter_does(toy):

@@ -39,10 +39,11 @@ def test_launch_modes_spend_less_and_less_on_the_host(toy):
 
 
 def test_two_streams_overlap_unless_an_event_orders_them(toy):
-    first, second = toy.kernel(0.5, "a"), toy.kernel(0.3, "b")
-    assert step_s([[first, second]], toy.cluster()) == pytest.approx(0.5)
+    first, second = toy.kernel(0.5, "a"), toy.collective((0, 1), 0, 300 * MB, 1, stream="b", after="b")
+    comm_s = ring_s(toy, 2, 300 * MB)
+    assert step_s([[first, second]] * 2, toy.cluster()) == pytest.approx(0.5)
     ordered = [first, toy.record(1, "a"), toy.event_wait(1, "b"), second]
-    assert step_s([ordered], toy.cluster()) == pytest.approx(0.8)
+    assert step_s([ordered] * 2, toy.cluster()) == pytest.approx(0.5 + comm_s)
 
 
 def test_an_event_stands_for_what_came_before_it_only(toy):

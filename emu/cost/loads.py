@@ -1,0 +1,268 @@
+"""What communication takes of what it shares with others: links, and the compute and memory of the devices at its ends.
+
+Links, each with what it carries in one direction:
+
+* a device's own: to its node (scale_up), to the network (scale_out) and to its host;
+* what leads up from a pod where the network is oversubscribed: above a fat tree's pod, above each leaf of rails. Other
+  switches let all through that their devices can send, so nothing meets there;
+* in a node without a switch, the wires on a transfer's way.
+
+A message's share of a link is its bytes over what the link could carry in the time that the message takes alone, at most
+all of it. So collectives bound by latency share well, and those along one axis of a torus take that axis' part of the
+device's wires.
+
+Not modelled: messages of ranks without a record (symbolic ones), wires that a collective takes inside a node without a
+switch beyond the device's own, PCIe switches that devices share (no data).
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Container, Hashable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from emu.cost.collectives import transfer_s
+from emu.cost.host_copies import host_copy_s
+from emu.hardware import Chip, Cluster
+from emu.trace.events import Collective, HostCopy, Transfer
+
+# Cores (SMs) that a communication's kernel holds from its start to its end, while it waits for others, too. NCCL starts
+# 24 blocks for a collective on an H100 (forums.developer.nvidia.com/t/339078; DeepSeek-V3, arXiv 2412.19437, section
+# 3.5, sets 20 of 132 aside), and two for a message to another node (NCHANNELS_PER_NET_PEER in NVIDIA/nccl,
+# src/graph/paths.cc).
+CORES, CORES_BETWEEN_NODES = 24, 2
+
+# Bytes read and written in device memory for each byte that arrives: the sender writes it to a buffer, from where it is
+# read; and what it is added to is read, or the result written. Derived from NCCL's primitives (src/device/all_reduce.h:
+# recvReduceSend, recvCopySend), not measured.
+MEMORY_BYTES = 3
+MOST_MEMORY = 0.5  # of a device's bandwidth: a memory serves all alike. Assumed
+
+UP, OUT, HOST = "node", "network", "host"  # a device's own links
+ABOVE = "above pod"
+
+
+class Load(NamedTuple):
+    """What a communication takes while it moves data, alone.
+
+    Fields:
+        seconds: how long it moves.
+        shares: of each link, 0-1.
+        memory: share of the memory bandwidth of each device that it is on.
+        compute, held: share of such a device's compute that is lost while it moves, and while it waits for others.
+    """
+
+    seconds: float
+    shares: tuple[tuple[Hashable, float], ...] = ()
+    memory: float = 0.0
+    compute: float = 0.0
+    held: float = 0.0
+
+
+def held_share(chip: Chip, cores: int) -> float:
+    """Share of compute that so many cores are, where kernels run on cores that communication takes, too (GPUs).
+
+    Waiting costs no more than moving does: `Chip.overlap_loss`.
+    """
+    if not chip.tiled or not chip.sm_count:
+        return 0.0
+    return min(cores / chip.sm_count, chip.overlap_loss)
+
+
+def collective_load(
+    event: Collective,
+    cluster: Cluster,
+    seconds: float,
+    others: Mapping[int, Collective] | None = None,
+    present: Container[int] | None = None,
+) -> Load:
+    """What a collective takes that moves for so many seconds alone.
+
+    Args:
+        event: the part of one member.
+        cluster: what it runs on.
+        seconds: its price (collective_s).
+        others: of an all_to_all, the parts of the members by global rank.
+        present: the ranks that have a record; only their links can be shared. None: all.
+    """
+    if seconds <= 0:
+        return Load(seconds)
+    traffic, parts = _Traffic(cluster), others or {}
+    if event.kind == "all_to_all" and not any(p.sizes or p.bytes != event.bytes for p in (event, *parts.values())):
+        traffic.add_all_to_all(event.members, event.bytes / len(event.members))
+    else:
+        for source, target, size in _messages(event, cluster, parts):
+            traffic.add(source, target, size)
+    chip = cluster.chip
+    arriving = max((traffic.arriving[m] for m in event.members), default=0.0)
+    return Load(
+        seconds,
+        traffic.shares(seconds, present),
+        min(MEMORY_BYTES * arriving / seconds / chip.memory_bytes_per_s, MOST_MEMORY),
+        chip.overlap_loss,
+        held_share(chip, CORES),
+    )
+
+
+def transfer_load(event: Transfer, cluster: Cluster, busiest_bytes: int) -> Load:
+    """What a point-to-point message takes; arguments as of transfer_s."""
+    seconds = transfer_s(event, cluster, busiest_bytes)
+    chip, moved = cluster.chip, event.bytes / seconds if seconds else 0.0
+    if event.src == event.dst:  # a copy: read and written
+        return Load(seconds, memory=min(2 * moved / chip.memory_bytes_per_s, MOST_MEMORY))
+    traffic = _Traffic(cluster)
+    traffic.add(event.src, event.dst, event.bytes)
+    memory = min(MEMORY_BYTES * moved / chip.memory_bytes_per_s, MOST_MEMORY)
+    shares = traffic.shares(seconds)
+    if cluster.crosses_nodes((event.src, event.dst)):
+        held = held_share(chip, CORES_BETWEEN_NODES)
+        return Load(seconds, shares, memory, held, held)
+    return Load(
+        seconds, (*shares, *_wires(event, cluster, seconds)), memory, chip.overlap_loss, held_share(chip, CORES)
+    )
+
+
+def host_copy_load(event: HostCopy, rank: int, cluster: Cluster) -> Load:
+    """What a copy between a device and its host takes: copy engines move it, so no compute."""
+    seconds = host_copy_s(event, cluster)
+    link = cluster.node.host_link
+    if not seconds or link is None:
+        return Load(seconds)
+    share = _share(event.bytes, seconds, link.bytes_per_s)
+    shares = (((rank, HOST, event.kind), share),) if share else ()
+    return Load(seconds, shares, min(event.bytes / seconds / cluster.chip.memory_bytes_per_s, MOST_MEMORY))
+
+
+def _share(size: float, seconds: float, bytes_per_s: float) -> float:
+    return min(1.0, size / (seconds * bytes_per_s))
+
+
+class _Traffic:
+    """Bytes on links, by link and direction."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self.sizes: defaultdict[tuple, float] = defaultdict(float)
+        self.arriving: defaultdict[int, float] = defaultdict(float)  # by device
+        fabric = cluster.fabric
+        self.thin = fabric if fabric is not None and fabric.oversubscription > 1 else None
+
+    def add(self, source: int, target: int, size: float) -> None:
+        """A message from one device to another."""
+        cluster, sizes = self.cluster, self.sizes
+        self.arriving[target] += size
+        if cluster.node_of(source) == cluster.node_of(target):
+            sizes[source, UP, "out"] += size
+            sizes[target, UP, "in"] += size
+            return
+        sizes[source, OUT, "out"] += size
+        sizes[target, OUT, "in"] += size
+        if self.thin is None:
+            return
+        pods = source // self.thin.pod_devices, target // self.thin.pod_devices
+        if pods[0] != pods[1]:
+            rail = self._rail(target)
+            sizes[pods[0], ABOVE, rail, "up"] += size
+            sizes[pods[1], ABOVE, rail, "down"] += size
+
+    def add_all_to_all(self, members: Sequence[int], size: float) -> None:
+        """A message of one size from each member to each other; the same as so many single ones, but counted."""
+        cluster, sizes, n = self.cluster, self.sizes, len(members)
+        in_node = Counter(map(cluster.node_of, members))
+        for member in members:
+            near = in_node[cluster.node_of(member)] - 1
+            self.arriving[member] += (n - 1) * size
+            for way in ("out", "in"):
+                sizes[member, UP, way] += near * size
+                sizes[member, OUT, way] += (n - 1 - near) * size
+        if self.thin is None:
+            return
+        in_pod = Counter(member // self.thin.pod_devices for member in members)
+        on_rail = Counter((member // self.thin.pod_devices, self._rail(member)) for member in members)
+        for (target, rail), count in on_rail.items():
+            for source, senders in in_pod.items():
+                if source != target:
+                    sizes[source, ABOVE, rail, "up"] += senders * count * size
+                    sizes[target, ABOVE, rail, "down"] += senders * count * size
+
+    def _rail(self, target: int) -> int:
+        """Messages go to the rail of their target inside their own node first."""
+        rails = self.thin is not None and self.thin.kind == "rails"
+        return target % self.cluster.node.devices_per_node if rails else 0
+
+    def shares(self, seconds: float, present: Container[int] | None = None) -> tuple[tuple[Hashable, float], ...]:
+        """Of every link the share that is taken; of devices' own only those of ranks that are present."""
+        cluster = self.cluster
+        rates = {UP: cluster.node.scale_up.bytes_per_s, OUT: cluster.scale_out.bytes_per_s}
+        if self.thin is not None:
+            parts = self.thin.pod_devices
+            if self.thin.kind == "rails":
+                parts //= cluster.node.devices_per_node
+            rates[ABOVE] = cluster.scale_out.bytes_per_s * parts / self.thin.oversubscription
+        return tuple(
+            (link, _share(size, seconds, rates[link[1]]))
+            for link, size in self.sizes.items()
+            if size and (present is None or link[1] == ABOVE or link[0] in present)
+        )
+
+
+def _messages(
+    event: Collective, cluster: Cluster, others: Mapping[int, Collective]
+) -> Iterator[tuple[int, int, float]]:
+    """From which member to which member a collective moves how many bytes; (source, target, bytes)."""
+    members, kind, n = event.members, event.kind, len(event.members)
+    if kind == "all_to_all":
+        for source in members:
+            part = others.get(source, event)
+            pieces = part.sizes or (part.bytes / n,) * n
+            yield from ((source, target, size) for target, size in zip(members, pieces) if target != source)
+    elif kind in ("gather", "scatter"):
+        root, pieces = members[event.root], event.sizes or (event.bytes / n,) * n
+        for member, size in zip(members, pieces):
+            if member != root:
+                yield (member, root, size) if kind == "gather" else (root, member, size)
+    elif kind == "ring_shift":
+        pieces = event.sizes or (event.bytes,) * n
+        yield from ((member, members[(i + 1) % n], pieces[i]) for i, member in enumerate(members))
+    else:
+        yield from _ring(event, cluster)
+
+
+def _ring(event: Collective, cluster: Cluster) -> Iterator[tuple[int, int, float]]:
+    """A ring through all members, node by node; between nodes every member uses its own card, as NCCL's channels do.
+
+    Trees and the other algorithms move as many bytes in all, and are counted as a ring.
+    """
+    members, n = event.members, len(event.members)
+    if event.kind in ("broadcast", "reduce"):
+        size = float(event.bytes)
+    elif event.kind == "barrier":
+        size = 0.0
+    else:
+        ways = 2 if event.kind == "all_reduce" else 1
+        size = ways * (n - 1) * (max(event.sizes) if event.sizes else event.bytes / n)
+    nodes: dict[int, list[int]] = {}
+    for member in members:
+        nodes.setdefault(cluster.node_of(member), []).append(member)
+    rows = list(nodes.values())
+    for here, there in zip(rows, [*rows[1:], rows[0]]):
+        if len(rows) > 1:  # as many channels as both nodes have members
+            channels = list(zip(here, there))
+            yield from ((a, b, size / len(channels)) for a, b in channels)
+        if len(here) > 1:
+            inside = size if len(rows) == 1 else size * (len(here) - 1) / len(here)
+            yield from ((a, b, inside) for a, b in zip(here, [*here[1:], here[0]]))
+
+
+def _wires(event: Transfer, cluster: Cluster, seconds: float) -> Iterator[tuple[Hashable, float]]:
+    """The wires that a transfer takes inside a node without a switch."""
+    node, shape = cluster.node, cluster.node.shape
+    lane = node.lane_bytes_per_s
+    if shape is None or lane is None or shape.kind in ("switch", "fat tree", "rails"):
+        return
+    lane *= node.scale_up.bytes_per_s / node.scale_up.bandwidth_bytes_per_s
+    where = cluster.node_of(event.src)
+    for _, wire in cluster.path(event.src, event.dst):
+        share = _share(event.bytes, seconds, lane * wire.lanes)
+        if share:
+            yield (where, "wire", wire.source, wire.target), share
