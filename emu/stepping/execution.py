@@ -35,7 +35,7 @@ class Execution:
 
     Attributes:
         index: the step before which it stands.
-        ended: whether its ranks have ended.
+        ended: whether its ranks have ended; closed: because it was closed.
         failure: what the program raised, while the rank that raised it stands still.
         outcome: what came out of a run that ended well.
 
@@ -49,7 +49,7 @@ class Execution:
             raise EmuError(
                 "a program cannot step another: its ranks hold what the process has one of", "step it outside"
             )
-        self.history, self.index, self.ended = history, 0, False
+        self.history, self.index, self.ended, self.closed = history, 0, False, False
         self.failure: BaseException | None = None
         self.failed_rank = -1
         self.outcome: Any = None
@@ -94,10 +94,12 @@ class Execution:
             self._rested_at = -1
             if not self._rests.wait(PATIENCE_S):
                 self.close()
+                self.index = max(self.index - 1, 0)  # the step that did not end
             raise
 
     def close(self) -> None:
         """Ends every rank. Nothing is left of them."""
+        self.closed = True
         if self._thread.ident is None or not self._thread.is_alive():
             self.ended = True
             return
@@ -175,7 +177,7 @@ class Execution:
     def _fails(self, rank: int, error: BaseException) -> None:
         """A rank's program raised: it stands still with all that it holds, until the stepper is closed."""
         if not isinstance(error, WentAnotherWay):
-            self.history.end(self._standings(rank), self._records(), error)
+            self.history.end(self._standings(rank), self._records(), error, rank)
         self.failure, self.failed_rank = error, rank
         with paused(self.scheduler, rank):
             self._rests.set()

@@ -33,7 +33,7 @@ class History:
         ops: the steps. The last one is about to be taken, unless the program has ended.
         events: every rank's record, as far as it was seen.
         ended: whether the last step is known.
-        error: what ended the program, if it failed.
+        error: what ended the program, if it failed; failed_rank: where it was raised, -1 if in none.
         coming: what a rank that gave the baton away stands before.
         choices: before which step the baton was given to which rank, by the stepper's wish.
     """
@@ -45,6 +45,7 @@ class History:
         self.changes: list[tuple[Standing, ...]] = []
         self.ended = False
         self.error: BaseException | None = None
+        self.failed_rank = -1
         self.choices: dict[int, int] = {}
         self.coming: dict[int, Op] = {}
         self.cuts = 0  # how often what was known proved not to be so
@@ -76,11 +77,15 @@ class History:
         self._note(now, records)
 
     def end(
-        self, now: Mapping[int, Standing], records: Mapping[int, Sequence[Event]], error: BaseException | None
+        self,
+        now: Mapping[int, Standing],
+        records: Mapping[int, Sequence[Event]],
+        error: BaseException | None,
+        failed_rank: int = -1,
     ) -> None:
         """The program has ended, after the last step that was noted."""
         if not self.ended:
-            self.ended, self.error = True, error
+            self.ended, self.error, self.failed_rank = True, error, failed_rank
             self._note(now, records)
 
     def _note(self, now: Mapping[int, Standing], records: Mapping[int, Sequence[Event]]) -> None:
@@ -97,7 +102,7 @@ class History:
         self.cuts += 1
         self.coming.clear()
         del self.ops[index:], self.changes[index + 1 :]
-        self.ended, self.error = False, None
+        self.ended, self.error, self.failed_rank = False, None, -1
         self.choices = {at: rank for at, rank in self.choices.items() if at < index}
         counts = dict.fromkeys(self.ranks, 0)
         for changes in self.changes:

@@ -19,8 +19,8 @@ def state_of(moment: Moment) -> dict[str, Any]:
 
     Keys: index, known (steps so far known), ended, error, op (the next step), mesh, cluster, capacity_bytes, provisional_s (time
     so far; None where it cannot be priced), messages (in flight), collectives (that wait for somebody), and ranks: rank,
-    coords, state, line, waits_in, last and next (steps), steps, mark, hbm (category -> bytes), peak_bytes, streams (name, last,
-    given, until_s), works (started and not waited for), host_s.
+    coords, state ("next", "ready", "waiting", "ended", "not begun" or "failed"), line, waits_in, last and next (steps), steps,
+    mark, hbm (category -> bytes), peak_bytes, streams (name, last, given, until_s), works (started and not waited for), host_s.
     """
     history, situation = moment.history, moment.situation()
     timeline = moment.priced()
@@ -53,9 +53,10 @@ def _rank(moment: Moment, situation: Situation, timeline: Timeline | None, rank:
     state = standing.state
     if moment.op is not None and moment.op.rank == rank:
         state = "next"
-    line = standing.where or (coming or last or Op(rank, *[""] * 9)).line if state != "ended" else ""
-    if moment.error is not None and state == "ready" and last is not None:
-        line = last.line
+    if moment.error is not None and rank == history.failed_rank:
+        state = "failed"
+    here = last if state == "failed" else coming or last
+    line = standing.where or ("" if here is None or state == "ended" else here.line)
     return {
         "rank": rank,
         "coords": dict(moment.mesh.coords(rank)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -83,6 +84,7 @@ class Stepper:
         self._situations = Situations(self.history)
         self._executions: list[Execution] = []  # the one that was used last stands last
         self._results: list[Any] | None = None
+        weakref.finalize(self, _end, self._executions)
         self._run(self._begun(), lambda index, op: True)
 
     def __enter__(self) -> Stepper:
@@ -102,6 +104,9 @@ class Stepper:
             whatever the program raises; then it stands where that was raised, and can step back.
         """
         _check_count("next", n)
+        self._check_open()
+        if self.ended and self.error is None:
+            return self
         start, ops = self.index, self.history.ops
         if rank is not None:
             self.rank(rank)  # tells a wrong one at once
@@ -181,8 +186,7 @@ class Stepper:
     def close(self) -> None:
         """Ends every rank. Nothing is left running; what was seen can still be looked at, but for tensors."""
         self.closed = True
-        while self._executions:
-            self._executions.pop().close()
+        _end(self._executions)
 
     # Looking.
 
@@ -257,6 +261,7 @@ class Stepper:
     def _standing(self, index: int) -> Execution:
         """A run that stands before step `index`: the one that is there, or the nearest before it, or a new one."""
         self._check_open()
+        self._executions[:] = [e for e in self._executions if not e.closed]
         before = [e for e in self._executions if e.index <= index and (e.alive or e.index == index)]
         keep = [e for e in before if e.index == self.index != index]  # where the stepper stands, it stays
         chosen = max((e for e in before if e not in keep), key=lambda e: e.index, default=None)
@@ -286,6 +291,12 @@ class Stepper:
         if execution.failure is not None:
             raise execution.failure
         return self
+
+
+def _end(executions: list[Execution]) -> None:
+    """Ends runs of a program: of a stepper that is closed, or that nobody has any more."""
+    while executions:
+        executions.pop().close()
 
 
 def _check_count(name: str, n: object) -> None:

@@ -19,7 +19,7 @@ LETTERS = {
     "temporary": "t",
 }
 BAR = 20  # letters of the fullest rank's bar
-SIGNS = {"next": ">", "waiting": "*", "ended": ".", "ready": " ", "not begun": " "}
+SIGNS = {"failed": "!", "next": ">", "waiting": "*", "ended": ".", "ready": " ", "not begun": " "}
 MOST_RANKS = 32
 MOST_LISTED = 12
 
@@ -72,7 +72,9 @@ def _shown(ranks: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _row(r: dict[str, Any], fullest: int) -> tuple[str, ...]:
     if r["state"] == "waiting":
         coming = f"waits in {r['waits_in']}"
-    elif r["state"] in ("ended", "not begun"):
+    elif r["state"] == "ready" and r["next"] is None:
+        coming = "can go on"
+    elif r["state"] in ("failed", "ended", "not begun"):
         coming = r["state"]
     else:
         coming = op_text(r["next"]) if r["next"] else "..."

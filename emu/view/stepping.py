@@ -186,7 +186,7 @@ def _doing(r: Mapping[str, Any]) -> str:
     last = r["last"]["label"] if r["last"] else ""
     if r["state"] == "waiting":
         return _cut(f"waits in {r['waits_in']}", 52)
-    if r["state"] in ("ended", "not begun"):
+    if r["state"] in ("failed", "ended", "not begun"):
         return r["state"]
     coming = r["next"]["label"] if r["next"] else "…"
     return f"{_cut(last, 24) or 'begins'} → {_cut(coming, 28)}"
