@@ -183,6 +183,8 @@ def test_the_last_step_ends_with_the_price(toy, name, kind):
     for one in found:
         assert one.end_s > one.start_s
         assert one.src != one.dst
+    starts = {one.step: one.start_s for one in found}
+    assert all(starts[step] < starts[step + 1] for step in range(len(starts) - 1))
     arrived: dict[tuple[int, int], float] = {}
     for one in sorted(found, key=lambda s: s.step):  # nothing is sent before its first piece is there
         assert arrived.get((one.src, one.chunk), 0.0) <= one.start_s + 1e-9

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 
 import pytest
 from hypothesis import given, settings
@@ -225,7 +225,7 @@ def test_all_to_all_grows_with_the_torus_and_not_with_the_fat_tree(toy):
 def test_the_busiest_wire_of_an_all_to_all_is_the_one_counted(toy, kind, e):
     """Every message over its wires, the shortest way; where both ways are as short, half and half."""
     shape = Topology(kind, (e, 3))
-    load = Counter[tuple[int, int]]()
+    load: dict[tuple[int, int], float] = defaultdict(float)
     n = shape.n_devices
     for source in range(n):
         for target in range(n):
@@ -288,3 +288,38 @@ def test_rings_along_all_axes_are_the_scaling_books(toy):
     )
     few = moving_s("all_gather", 0, place(range(64), cube), cube)
     assert few == pytest.approx(3 * 2 * 1e-6)  # two hops along each axis
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "lanes"),
+    [
+        ("torus", (4, 16), ()),
+        ("torus", (3, 5, 7), ()),
+        ("torus", (8, 8), (1, 3)),
+        ("grid", (8, 8), (3, 1)),
+        ("torus", (2, 16), ()),
+    ],
+)
+def test_unlike_axes_keep_nearly_all_lanes_busy(toy, kind, sizes, lanes):
+    """No gather is faster than all of a device's ports. Rings along all axes lose less than a quarter to turns that wait."""
+    cluster = torus(toy, kind, sizes, lanes)
+    at = place(range(cluster.node.devices_per_node), cluster)
+    ports = sum(axis.ports for axis in at.axes)
+    least = (at.n - 1) / at.n * 10**12 / (ports * toy.rate * at.lane)
+    assert least <= moving_s("all_gather", 10**12, at, cluster) <= 1.25 * least
+
+
+def test_a_tree_across_nodes_takes_longer_with_every_byte():
+    """Its share of bandwidth rises with size, but never so fast that more would take less."""
+    cluster = CLUSTERS["h100"]
+    at = place_evenly(64, 8, cluster)
+    for k in range(4, 34):
+        seconds = [moving_s("all_reduce", 2**k + i, at, cluster, "tree") for i in (-1, 0, 1)]
+        assert seconds == sorted(seconds)
+
+
+def test_more_cards_than_the_wires_inside_carry_do_not_help(toy):
+    cluster = toy.cluster(nodes=2, per_node=16)
+    at = place(range(32), cluster)
+    latency_s = 30 * toy.alpha_s + 10 * toy.alpha_s
+    assert moving_s("all_gather", 10**9, at, cluster, "ring") == pytest.approx(latency_s + 31 / 32 * 10**9 / toy.rate)

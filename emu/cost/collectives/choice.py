@@ -126,10 +126,10 @@ def _forms(kind: str, names: tuple[str, ...], placement: Placement, cluster: Clu
     """All forms of some algorithms, worked out once for a placement on a cluster."""
     key = id(cluster), kind, names, placement
     known = _MEMORY.get(key)
-    if known is not None and known[0] is cluster:
+    if known is not None:
         return known[1]
     found = tuple(form for name in names for form in forms(kind, name, placement, cluster))
     if len(_MEMORY) >= _MEMORY_SIZE:
         _MEMORY.clear()
-    _MEMORY[key] = cluster, found  # keeps the cluster, so its id stays its own
+    _MEMORY[key] = cluster, found  # keeps the cluster, so that no other one takes its id
     return found

@@ -17,7 +17,7 @@ class Level(NamedTuple):
     """A level of the network above the node whose parts (racks, pods) the group spans.
 
     Args:
-        members: of the part from which most messages go to members elsewhere, if all go to all.
+        members: of the part that holds most of them. It sends most messages to others, too, if all send to all.
         lanes: what leads up from such a part, in devices' network cards.
         crossings: how often a ring through the group leaves the part that it leaves most often.
     """
@@ -159,7 +159,7 @@ def _meshed_lanes(shape: Topology, places: Sequence[int]) -> float:
 def _levels(in_node: Counter[int], members: Sequence[int], size: int, fabric: Fabric) -> Iterator[Level]:
     """The levels whose parts the group spans. On rails a part is a unit, with as many leaf switches as the group has
     rails; what leads up from a part is thin by the oversubscription, but for racks, which pods join in full."""
-    n, pod, thin = len(members), fabric.pod_devices, fabric.oversubscription
+    pod, thin = fabric.pod_devices, fabric.oversubscription
     heights = [("rack", fabric.rack_devices, float(fabric.rack_devices)), ("pod", pod, pod / thin)]
     if fabric.kind == "rails":
         rails = len({member % size for member in members})
@@ -171,5 +171,4 @@ def _levels(in_node: Counter[int], members: Sequence[int], size: int, fabric: Fa
             held[part] += count
             left[part] += part != following
         if len(held) > 1:
-            fullest = max(held.values(), key=lambda k: k * (n - k))
-            yield Level(name, fullest, lanes, max(left.values()))
+            yield Level(name, max(held.values()), lanes, max(left.values()))

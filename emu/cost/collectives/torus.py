@@ -5,7 +5,8 @@ part in a turn of the axes that ends with an axis of its own, so that no axis is
 both ways round, and meets itself half-way. Most bytes move in the last turn, so parts are as large as the lanes of the
 axis that they end with. In a cube of x devices an axis with wrap, and one lane a wire, this is the scaling book's form,
 (n-1)/n S / (2 axes lane) (jax-ml/scaling-book@0819a7d sharding.md). An axis without wrap has half as many ports: devices
-at its ends have one wire along it.
+at its ends have one wire along it. Where axes are unlike, parts wait for each other between turns, and up to a quarter of
+the lanes' time is lost.
 """
 
 from __future__ import annotations
