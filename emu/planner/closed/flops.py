@@ -11,14 +11,15 @@ from typing import Literal
 from .params import attention_params
 from .workload import Workload
 
-Pairs = Literal["full", "causal half"]
+Pairs = Literal["full", "causal", "causal half"]
 
 
 def forward_flops(w: Workload, pairs: Pairs = "full") -> float:
     """Products of one sequence, forward: linear maps, attention and head.
 
     Args:
-        pairs: of a query and a key: "full" counts all seq * seq, "causal half" half of them.
+        pairs: of a query and a key: "full" counts all seq * seq, "causal" those that are attended to, seq * (seq + 1) / 2,
+            "causal half" half of all.
     """
     matrices = 3 if w.gated else 2
     dense = matrices * w.hidden * w.ffn
@@ -27,8 +28,13 @@ def forward_flops(w: Workload, pairs: Pairs = "full") -> float:
         per_token = matrices * w.hidden * w.moe.ffn * (w.moe.topk + w.moe.shared) + w.hidden * w.moe.experts
         linear += (w.layers - w.dense_layers) * per_token
     head = w.hidden * w.vocab
-    attended = 4 * w.layers * w.seq * w.heads * attention_width(w) * (1.0 if pairs == "full" else 0.5)
-    return (2 * (linear + head) + attended) * w.seq
+    return 2 * (linear + head) * w.seq + _attended_flops(w, pairs)
+
+
+def _attended_flops(w: Workload, pairs: Pairs) -> float:
+    """The two products of attention, of one sequence in all layers."""
+    met = {"full": w.seq**2, "causal": w.seq * (w.seq + 1) / 2, "causal half": w.seq**2 / 2}[pairs]
+    return 4 * w.layers * met * w.heads * attention_width(w)
 
 
 def attention_width(w: Workload) -> float:
@@ -46,8 +52,7 @@ def step_flops(w: Workload, pairs: Pairs = "full", recomputed: bool = False) -> 
     if not recomputed or w.recompute == "none":
         return 3 * one
     head = 2 * w.hidden * w.vocab * w.seq * w.global_batch
-    attended = 4 * w.layers * w.seq * w.heads * attention_width(w) * w.seq * w.global_batch
-    attended *= 1.0 if pairs == "full" else 0.5
+    attended = _attended_flops(w, pairs) * w.global_batch
     again = {
         "full": one - head,
         "selective": attended,

@@ -84,12 +84,17 @@ class Prices:
         return self.moving_s(message.kind, message.bytes, message.n, message.per_node)
 
     def moving_s(self, kind: str, bytes_: float, n: int, per_node: int) -> float:
-        """The same from plain numbers."""
+        """The same from plain numbers.
+
+        Between nodes a training step does not reach what a benchmark does: others use the network, too, and ranks are not
+        there at the same time.
+        """
         if n <= 1 or bytes_ <= 0:
             return 0.0
         fewest = -(-n // self.cluster.nodes)  # what sizes that do not divide nodes come down to
         per_node = max(fewest, min(n, per_node, self.cluster.node.devices_per_node))
-        return moving_s(kind, bytes_, place_evenly(n, per_node, self.cluster), self.cluster)
+        seconds = moving_s(kind, bytes_, place_evenly(n, per_node, self.cluster), self.cluster)
+        return seconds / self.software["software.network_share"] if n > per_node else seconds
 
 
 def software() -> Mapping[str, float]:
