@@ -36,6 +36,7 @@ class Case:
         workload: what is priced; None where the row does not say enough.
         measured_s: seconds of a step, None where none was measured; measured_of: the printed figure that they come from.
         measured_bytes: memory of the fullest device, None where none was measured.
+        layer_s: seconds of one layer, forward and backward, None where none were measured.
         out_of_memory: True if it did not fit, False if the source says that it did, None if it says nothing.
         assumed: what was taken for what the row does not say.
         why_not: why it cannot be compared; None if it can.
@@ -53,6 +54,7 @@ class Case:
     measured_s: float | None
     measured_of: str
     measured_bytes: float | None
+    layer_s: float | None
     out_of_memory: bool | None
     assumed: tuple[str, ...]
     why_not: str | None
@@ -76,9 +78,9 @@ def case_of(line: Line) -> Case:
         why_not = str(error)
     except (EmuError, HardwareError) as error:
         why_not = f"{error.message} {error.hint}".strip()
-    measured_bytes = _memory(row)
-    if workload is not None and timed is None and measured_bytes is None and not row.measured.oom:
-        why_not = _nothing_measured(row)
+    measured_bytes, layer_s = _memory(row), _layer(row)
+    if workload is not None and timed is measured_bytes is layer_s is None and not row.measured.oom:
+        why_not = "no time, rate or memory of a step is stated"
     return Case(
         id=row.id,
         source=row.source.title,
@@ -91,6 +93,7 @@ def case_of(line: Line) -> Case:
         measured_s=timed.seconds if timed and not row.measured.oom else None,
         measured_of=timed.of if timed else "",
         measured_bytes=measured_bytes,
+        layer_s=layer_s,
         out_of_memory=row.measured.oom,
         assumed=(*notes.told, *(timed.assumed if timed else ())),
         why_not=why_not,
@@ -104,7 +107,10 @@ def _memory(row: RunRow) -> float | None:
     return None if row.measured.mem_gb is None else row.measured.mem_gb * GB
 
 
-def _nothing_measured(row: RunRow) -> str:
-    if row.measured.layer_total_ms is not None:
-        return "its figures are of one layer, not of a step"
-    return "no time, rate or memory of a step is stated"
+def _layer(row: RunRow) -> float | None:
+    m = row.measured
+    if m.layer_total_ms is not None:
+        return m.layer_total_ms * 1e-3
+    if m.layer_fwd_ms is None or m.layer_bwd_ms is None:
+        return None
+    return (m.layer_fwd_ms + m.layer_bwd_ms) * 1e-3

@@ -96,6 +96,15 @@ def memories(outcomes: Iterable[Outcome]) -> list[Pair]:
     ]
 
 
+def layers(outcomes: Iterable[Outcome]) -> list[Pair]:
+    """Measured and predicted seconds of one layer, forward and backward, of the cases that have both."""
+    return [
+        _pair(o, o.case.layer_s, o.prediction.detail["forward"] + o.prediction.detail["backward"])
+        for o in outcomes
+        if o.case.layer_s is not None and o.prediction is not None
+    ]
+
+
 def _pair(outcome: Outcome, measured: float, predicted: float) -> Pair:
     case, row = outcome.case, outcome.case.row
     model = row.model.model_dump(include={"layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "moe"})

@@ -13,7 +13,7 @@ from .analytic import analytic_pairs
 from .cases import cases_of
 from .collectives import Timed, pairs, timed_collectives
 from .goals import Goal, goals_of
-from .judge import Outcome, Predictor, judged, memories, times
+from .judge import Outcome, Predictor, judged, layers, memories, times
 from .reading import Line
 from .rows import CollectiveRow, RunRow, unknown_fields
 from .score import Pair, errors, errors_by, errors_by_axis, order
@@ -66,9 +66,14 @@ class Report:
         return memories(self.reported)
 
     @property
+    def layers(self) -> list[Pair]:
+        """Seconds of one layer, of the reported cases."""
+        return layers(self.reported)
+
+    @property
     def compared(self) -> int:
         """How many measured or computed numbers were set beside a prediction."""
-        found = (self.times, self.memories, pairs(self.collectives, large=False), self.analytic)
+        found = (self.times, self.memories, self.layers, pairs(self.collectives, large=False), self.analytic)
         return sum(map(len, found)) + self.fits()["out_of_memory"]
 
     @property
@@ -102,9 +107,7 @@ class Report:
             "median_ape": all_figures.median_ape,
             "rank_accuracy": ranked.accuracy,
             "by_source": {str(s): found.as_dict() for s, found in errors_by(steps, lambda p: p.source).items()},
-            "cases": [
-                {"id": p.id, "measured_s": p.measured, "predicted_s": p.predicted, "error": p.error} for p in steps
-            ],
+            "cases": _in_seconds(steps),
             **{name: getattr(all_figures, name) for name in ("bias", "worst", "within")},
             "rank": {
                 "pairs": ranked.pairs,
@@ -116,6 +119,7 @@ class Report:
                 for axis, values in errors_by_axis(steps).items()
             },
             "memory": self._memory(),
+            "layers": {**errors(self.layers).as_dict(), "cases": _in_seconds(self.layers)},
             "collectives": self._collectives(),
             "analytic": errors(self.analytic).as_dict(),
             "rows": self.rows(),
@@ -152,10 +156,7 @@ class Report:
         return {
             "large": errors(large).as_dict(),
             "all": errors(pairs(self.collectives, large=False)).as_dict(),
-            "cases": [
-                {"id": p.id, "measured_s": p.measured, "predicted_s": p.predicted, "error": p.error}
-                for p in pairs(self.collectives, large=False)
-            ],
+            "cases": _in_seconds(pairs(self.collectives, large=False)),
         }
 
     def assumed(self) -> dict[str, int]:
@@ -169,6 +170,10 @@ class Report:
     def worst(self, most: int = WORST) -> list[Pair]:
         """The cases whose step is predicted worst."""
         return sorted(self.times, key=lambda p: -abs(p.error))[:most]
+
+
+def _in_seconds(of: Sequence[Pair]) -> list[dict[str, Any]]:
+    return [{"id": p.id, "measured_s": p.measured, "predicted_s": p.predicted, "error": p.error} for p in of]
 
 
 def examined(

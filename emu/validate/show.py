@@ -121,11 +121,18 @@ def remarks(report: Report) -> Iterator[str]:
     if fits["out_of_memory"]:
         yield f"Out of memory: {fits['out_of_memory_found']} of {fits['out_of_memory']} runs that failed are said not to fit."
     if fits["said_not_to_fit"]:
-        yield f"Ran, and are said not to fit: {_some(fits['said_not_to_fit'])}."
+        named = _some(fits["said_not_to_fit"])
+        yield f"{len(fits['said_not_to_fit'])} of {fits['ran']} runs that ran are said not to fit: {named}."
     far = sorted((p for p in report.memories if abs(p.error) > MEMORY_ERROR), key=lambda p: -abs(p.error))
     if far:
         named = _some([f"{p.id} ({p.error:+.1%})" for p in far])
         yield f"Memory off by more than {MEMORY_ERROR:.0%} in {len(far)} of {len(report.memories)} runs: {named}."
+    if report.layers:
+        found = errors(report.layers)
+        yield (
+            f"{found.n} rows have the time of one layer: median error {percent_text(found.median_ape or 0)}, "
+            f"worst {percent_text(found.worst or 0)}."
+        )
     small = errors(pairs(report.collectives, large=False)).n - errors(pairs(report.collectives)).n
     if small:
         yield f"{small} collectives below 1 MiB are not in the goals: their time is mostly launches (see --json)."

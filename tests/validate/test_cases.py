@@ -103,6 +103,12 @@ def test_memory_is_read_in_both_units(case):
     assert case(measured={"mem_gb": None, "iter_time_s": 1.0}).measured_bytes is None
 
 
+def test_the_time_of_one_layer_is_kept_apart(case):
+    assert case(measured={"layer_total_ms": 19.5}).layer_s == pytest.approx(0.0195)
+    both = case(measured={"layer_fwd_ms": 7.0, "layer_bwd_ms": 12.0})
+    assert (both.layer_s, both.measured_s, both.why_not) == (pytest.approx(0.019), None, None)
+
+
 def test_a_run_out_of_memory_has_no_time(case):
     found = case(measured={"oom": True, "iter_time_s": 2.0})
     assert (found.out_of_memory, found.measured_s, found.why_not) == (True, None, None)
@@ -197,7 +203,7 @@ def test_what_is_not_stated_is_assumed_and_said(case, fields, name, value, told)
         ({"measured": {}}, "no time, rate or memory of a step is stated"),
         ({"measured": None}, "no time, rate or memory of a step is stated"),
         ({"measured": {"bubble_theory": 0.1}}, "no time, rate or memory of a step is stated"),
-        ({"measured": {"layer_total_ms": 19.0}}, "of one layer, not of a step"),
+        ({"measured": {"layer_fwd_ms": 19.0}}, "no time, rate or memory of a step is stated"),
     ],
 )
 def test_a_row_that_says_too_little_or_contradicts_itself_is_not_usable(case, fields, why):
@@ -238,11 +244,11 @@ def test_the_packaged_rows_that_cannot_be_used_are_known():
     why = [case.why_not for case in cases if case.why_not]
     assert {reason: why.count(reason) for reason in why} == {
         "the model's number of layers is not stated": 6,
-        "its figures are of one layer, not of a step": 5,
         "the global batch is not stated": 4,
     }
     assert sum(case.measured_s is not None for case in cases) == 600
     assert sum(case.measured_bytes is not None for case in cases) == 54
+    assert sum(case.layer_s is not None for case in cases) == 5
     assert sum(case.out_of_memory is True for case in cases) == 2
 
 

@@ -53,6 +53,12 @@ def test_memory_is_as_near_as_promised_but_for_named_runs(packaged):
     assert errors(packaged.memories).median_ape <= MEMORY_ERROR / 2
 
 
+def test_single_layers_are_as_near_as_steps_though_nothing_is_fitted_to_them(packaged):
+    found = errors(packaged.layers)
+    assert found.n == 2  # the three others have layouts of the fold that is fitted to
+    assert found.median_ape <= MEDIAN_ERROR
+
+
 def test_runs_out_of_memory_are_said_not_to_fit(packaged):
     fits = packaged.fits()
     assert fits["out_of_memory"] == fits["out_of_memory_found"] == 2
