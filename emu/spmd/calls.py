@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from emu.spmd.group import Group
 
 REDUCTIONS = ("sum", "max", "min", "prod", "avg")
-ALGORITHMS = ("ring", "tree")
+ALGORITHMS = ("ring", "tree", "halving_doubling")  # whose order of sums can be replayed
 
 
 @dataclass(slots=True)

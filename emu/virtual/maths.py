@@ -1,7 +1,7 @@
 """What each collective computes, as plain functions of everyone's tensors.
 
-Reductions run in group order: ((x0 + x1) + x2) + ... . `algorithm="ring"` and "tree" reproduce the order in which
-those algorithms add, chunk by chunk, so that their rounding can be replayed.
+Reductions run in group order: ((x0 + x1) + x2) + ... . `algorithm="ring"`, "tree" and "halving_doubling" reproduce the
+order in which those algorithms add, chunk by chunk, so that their rounding can be replayed.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ def reduced(
     """
     if algorithm == "ring" and len(parts) > 1:
         total = _ring(parts, op, cuts, dim)
+    elif algorithm == "halving_doubling" and len(parts) > 1:
+        total = _halving(parts, op, cuts, dim)
     elif algorithm == "tree" and len(parts) > 1:
         total = _tree([p.clone(memory_format=torch.contiguous_format) for p in parts], op)
     else:
@@ -71,6 +73,33 @@ def _tree(parts: list[Tensor], op: str) -> Tensor:
     while len(parts) > 1:
         parts = [combine(parts[i], parts[i + 1]) if i + 1 < len(parts) else parts[i] for i in range(0, len(parts), 2)]
     return parts[0]
+
+
+def _halving(parts: Sequence[Tensor], op: str, cuts: Sequence[int], dim: int) -> Tensor:
+    """Recursive halving: partners at distance 1, then 2, then 4; so every chunk is summed by the same pairs of pairs.
+
+    Ranks beyond a power of two first add theirs to the ranks that are so much lower. Where each rank keeps a piece of its
+    own (cuts), these take part instead: each piece collects from the rank half as far down as the largest power of two,
+    and ever nearer ones, as Bruck's all-gather sends it, played backwards.
+    """
+    n, combine = len(parts), PAIRWISE[op]
+    power = 1 << (n.bit_length() - 1)
+    if power == n or not cuts:
+        low = [part.clone(memory_format=torch.contiguous_format) for part in parts[:power]]
+        for part, beyond in zip(low, parts[power:]):
+            combine(part, beyond)
+        return _tree(low, op)
+    whole = torch.empty(parts[0].shape, dtype=parts[0].dtype)
+    pieces = [p.split(list(cuts), dim) for p in parts]
+    for c, target in enumerate(whole.split(list(cuts), dim)):
+        down = [pieces[(c - i) % n][c].clone() for i in range(n)]  # by distance from the owner
+        distance = power
+        while distance:
+            for i in range(min(distance, n - distance)):
+                combine(down[i], down[i + distance])
+            distance //= 2
+        target.copy_(down[0])
+    return whole
 
 
 def cuts_of(call: Call, length: int, n: int) -> list[int]:
