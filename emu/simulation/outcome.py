@@ -33,7 +33,7 @@ KEYS = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Figures(Metrics):
     """The figures of a simulated step; those of Metrics besides.
 

@@ -37,6 +37,8 @@ class Op:
         composite: whether torch only ever runs it as other operators.
         fresh: whether its results may be new storages.
         host_reads: whether the host waits for its value.
+        pure: whether its results are new tensors that follow from its arguments, which it leaves alone.
+        updates: whether it writes values into its first argument, and returns it.
         writes: positions of the arguments it writes in place.
         count: (args, outputs) -> Work, for operators whose work is more than touching what they are given.
     """
@@ -50,7 +52,9 @@ class Op:
         "launches",
         "name",
         "out_names",
+        "pure",
         "resizes",
+        "updates",
         "views",
         "writes",
     )
@@ -72,6 +76,8 @@ class Op:
         self.fresh = lifts or (not any(views) and not (any(written) and all(r.alias_info for r in schema.returns)))
         self.host_reads = packet in HOST_READS
         self.resizes = packet is aten.resize_
+        self.pure = self.fresh and not any(written) and not lifts
+        self.updates = packet in UPDATES
         self.views = all(views) and bool(views) and not any(written) and not lifts
         self.count: Callable[[Sequence[Any], Sequence[Tensor]], Work] | None = COUNTS.get(packet) or (
             _foreach if self.name.startswith("_foreach_") else None
@@ -103,6 +109,10 @@ FREE = {
     aten.is_same_size,
     aten.is_pinned,
     aten._has_compatible_shallow_copy_type,
+}
+UPDATES = {
+    *(aten.add_, aten.sub_, aten.mul_, aten.div_, aten.copy_, aten.zero_, aten.fill_, aten.neg_, aten.addmm_),
+    *(aten.addcmul_, aten.addcdiv_, aten.lerp_, aten.masked_fill_, aten.exp_, aten.sqrt_, aten.index_add_),
 }
 HOST_READS = {
     aten._local_scalar_dense,

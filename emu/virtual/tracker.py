@@ -21,6 +21,7 @@ from emu.trace.ops import Op, default_work, op_of
 from emu.virtual.device import VirtualDevice
 from emu.virtual.kernel import Inner, OneKernel, name_of
 from emu.virtual.lines import user_line
+from emu.virtual.recalled import recalled
 from emu.virtual.shapes import META, NORMS, only_moves, statistics_as_on_cpu, without_values
 from emu.virtual.streams import Use, check_use, extent
 from emu.virtual.tensors import Tensors
@@ -110,7 +111,10 @@ class Tracker(Tensors, TorchDispatchMode):
         if op.resizes:
             self.before_resize(args)
         try:
-            out = op.call(*args, **kwargs) if kwargs else op.call(*args)
+            if self._meta:
+                out = recalled(op, args, kwargs)
+            else:
+                out = op.call(*args, **kwargs) if kwargs else op.call(*args)
         except RuntimeError as error:
             if "DefaultCPUAllocator" in str(error):
                 self.no_host_memory(error)
