@@ -38,8 +38,8 @@ class Stack:
         dispatcher: how tokens reach experts: "plain" is one all-to-all, "nodewise" sends a token once to a node.
         counted: what its published memory figures count: "allocated" tensors, "reserved" by torch's allocator, or
             "device" with context and communicators.
-        accumulator_bytes: of a gradient as kept between micro-batches, beside what the optimizer has.
-        optimizer_bytes: of master weight and moments of a parameter.
+        accumulator_bytes: of a gradient as kept between micro-batches.
+        deepspeed: whether DeepSpeed's optimizers for 16-bit training keep the states.
         keeps_outputs: whether a stage keeps what it sent, too.
         recorded: whether its kernels are counted one by one as emu records them, instead of by the fields above.
         words: a source whose title or notes have one of these used it; also: and one of these, if there are any.
@@ -66,7 +66,7 @@ class Stack:
     dispatcher: Literal["plain", "nodewise"] = "plain"
     counted: Literal["allocated", "reserved", "device"] = "reserved"
     accumulator_bytes: int = 2
-    optimizer_bytes: int = 12
+    deepspeed: bool = False
     keeps_outputs: bool = False
     recorded: bool = False
     words: tuple[str, ...] = ()
