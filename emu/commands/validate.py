@@ -41,6 +41,7 @@ def validate(
 ) -> int:
     """Compare predictions with published runs: step time, order of runs, memory and collectives."""
     from emu.spmd import EmuError
+    from emu.validate.cases import is_run
     from emu.validate.reading import PACKAGED, packaged_rows, read_rows
     from emu.validate.report import examined
 
@@ -55,7 +56,7 @@ def validate(
     if held_out is None:
         held_out = not cases
     with stages() as stage:
-        report = examined(lines, names, held_out, tick=stage("price the runs", len(lines)))
+        report = examined(lines, names, held_out, tick=stage("price the runs", sum(map(is_run, lines))))
     if picture is not None:
         _draw(report, picture)
     if as_json:

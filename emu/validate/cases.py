@@ -63,7 +63,12 @@ class Case:
 
 def cases_of(lines: Iterable[Line]) -> list[Case]:
     """The measured runs among the rows of a file."""
-    return [case_of(line) for line in lines if isinstance(line.row, RunRow) and line.row.kind == "measured"]
+    return [case_of(line) for line in lines if is_run(line)]
+
+
+def is_run(line: Line) -> bool:
+    """Whether a row is a measured run, and not a collective or a formula's value."""
+    return isinstance(line.row, RunRow) and line.row.kind == "measured"
 
 
 def case_of(line: Line) -> Case:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from emu.cost import PricingError
 from emu.hardware import HardwareError
 from emu.planner.closed import Prediction, Workload, predict
 from emu.spmd import EmuError
@@ -72,7 +73,7 @@ def _judged(case: Case, predictor: Predictor, known: dict[Workload, Prediction |
     if case.workload not in known:
         try:
             known[case.workload] = predictor(case.workload)
-        except (EmuError, HardwareError) as error:
+        except (EmuError, HardwareError, PricingError) as error:
             known[case.workload] = f"it cannot be priced: {error.message} {error.hint}".strip()
     found = known[case.workload]
     return Outcome(case, None, found) if isinstance(found, str) else Outcome(case, found, None)
