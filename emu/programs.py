@@ -120,8 +120,9 @@ def failure_of(error: BaseException) -> Failure:
     if hasattr(error, "hint"):
         hint = str(told.hint)
         before = str(error).partition(hint)[0] if hint else str(error)  # what leads to the hint stays out, too
-        what = getattr(error, "message", before.removesuffix("hint: ").removesuffix("What to do: ").strip())
-        return Failure(what, hint, code)
+        before = before.removesuffix("hint: ").removesuffix("What to do: ").strip()
+        # What is wrong in a file is told with the file and the line, which stand before the message.
+        return Failure(before if getattr(error, "file", None) else getattr(error, "message", before), hint, code)
     line = _line_of(error)
     what = f"{type(error).__name__}: {error}" + (f" ({line})" if line else "")
     if code == FALSE:

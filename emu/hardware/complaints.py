@@ -33,6 +33,12 @@ _KINDS = (
     ("name", "text in quotes"),
     ("protocols", "a [[table]] for each"),
     ("sources", "a table of texts"),
+    ("fitted", 'texts, e.g. ["gpu", "h100"]'),
+    ("tiled", "true or false"),
+    ("overlap_loss", "a fraction, e.g. 0.2"),
+    ("matmul_ends", "a number from 0"),
+    ("attention_seq", "a number of tokens"),
+    ("power_exponent", "a number from 0"),
 )
 
 
@@ -120,6 +126,8 @@ def _kind(field: str) -> str:
         return "text in quotes"
     if any(part in ("sizes", "lanes") for part in field.split(".")):
         return "whole numbers from 1, e.g. [4, 4]"
+    if field.startswith(("chip.sustained.", "chip.attention.")):
+        return "a share of the peak, e.g. 0.7"
     if "_flops." in field:
         return "dense FLOP/s, e.g. 989e12"
     return next((kind for ending, kind in _KINDS if name.endswith(ending)), "a table with its fields")

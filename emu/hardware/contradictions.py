@@ -6,6 +6,7 @@ import math
 from itertools import pairwise
 
 from .build import build_shape
+from .constants import fitted
 from .errors import HardwareError
 from .places import File
 from .plausible import MOST_DEVICES
@@ -22,6 +23,11 @@ def _rates(table: ClusterTable, file: File) -> None:
         raise file.error(
             "chip.peak_flops", "chip.peak_flops has no rate.", "Give at least one, e.g. bfloat16 = 989e12."
         )
+    for dtype, share in chip.sustained.model_dump(exclude_none=True).items():
+        field = f"chip.sustained.{dtype}"
+        if dtype not in peaks and file.sets(field):
+            hint = f"Give chip.peak_flops.{dtype} too, or take {field} away."
+            raise file.error(field, f"{field} = {share:g} is a share of no peak.", hint, share)
     for kind in ("achievable_flops", "calibrated_flops", "vector_flops"):
         for dtype, rate in getattr(chip, kind).model_dump(exclude_none=True).items():
             field = f"chip.{kind}.{dtype}"
@@ -63,6 +69,22 @@ def _memory(table: ClusterTable, file: File) -> None:
     if calibrated is not None and calibrated > chip.hbm_bytes_per_s:
         peak = ("chip.hbm_bytes_per_s", chip.hbm_bytes_per_s)
         raise file.clash(("chip.calibrated_hbm_bytes_per_s", calibrated), "is above", peak, "Correct one of them.")
+
+
+def _kernels(table: ClusterTable, file: File) -> None:
+    chip = table.chip
+    if chip.tiled and chip.array_side is not None:
+        hint = "A product is cut into tiles for many cores, or padded to one array: say one of them."
+        raise file.clash(("chip.array_side", chip.array_side), "does not go with", ("chip.tiled", True), hint)
+    if chip.power_limit_w is not None and chip.tdp_w is not None and chip.power_limit_w > chip.tdp_w:
+        hint = "A limit is at most what the board may draw: correct one of them, or take the limit away."
+        raise file.clash(("chip.power_limit_w", chip.power_limit_w), "is above", ("chip.tdp_w", chip.tdp_w), hint)
+    families = {name.split(".")[0] for name in fitted()}
+    for i, family in enumerate(chip.fitted):
+        if family not in families:
+            field = f"chip.fitted.{i}"
+            message = f"{field} = {family!r} is no family of constants."
+            raise file.error(field, message, f"Known: {', '.join(sorted(families))}.", family)
 
 
 def _launches(table: ClusterTable, file: File) -> None:
@@ -220,6 +242,7 @@ CONTRADICTIONS = (
     _rates,
     _narrow_formats,
     _memory,
+    _kernels,
     _launches,
     _count,
     _links,

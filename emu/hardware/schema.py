@@ -106,7 +106,7 @@ class ChipTable(_Table):
     year: Annotated[int, BeforeValidator(_no_bool), Field(ge=1950, le=2100, strict=True)] | None = None
     tdp_w: Positive | None = None
     sustained: _Shares = _Shares()
-    tiled: bool = False
+    tiled: Annotated[bool, Field(strict=True)] = False
     matmul_ends: NotNegative = 0.0
     array_side: Count | None = None
     attention: _Attention = _Attention()

@@ -33,6 +33,20 @@ tdp_w = 700
 year = 2022
 calibrated_hbm_bytes_per_s = 3.0e12
 
+tiled = true
+matmul_ends = 2.1
+attention_seq = 400
+softmax_fraction = 0.8
+overlap_loss = 0.2
+power_limit_w = 650
+power_exponent = 0.6
+
+[chip.sustained]
+bfloat16 = 0.64
+
+[chip.attention]
+"flash2.backward" = 0.3
+
 [chip.peak_flops]
 float32 = 67e12
 tf32 = 494e12
@@ -98,6 +112,9 @@ achievable_fraction = 0.94
 latency_s = 14e-6
 in_switch_fraction = 0.9
 in_switch_latency_s = 18e-6
+launch_s = 27e-6
+fill_s = 60e-6
+fill_bytes = 12e6
 
 [host]
 launch_s = 7e-6
@@ -185,7 +202,7 @@ DAMAGED = {
     "too many devices": ("nodes = 8\nn_devices = 64\n", "nodes = 99999999999\n", "nodes", "more than 1e+08"),
     # contradictions
     "devices that do not add up": ("n_devices = 64", "n_devices = 65", "n_devices", "make 64"),
-    "more achieved than the peak": ("= 794e12", "= 990e12", "chip.achievable_flops.bfloat16", "(line 23)"),
+    "more achieved than the peak": ("= 794e12", "= 990e12", "chip.achievable_flops.bfloat16", "(line 37)"),
     "more calibrated than the peak": ("= 700e12", "= 990e12", "chip.calibrated_flops.bfloat16", "is above"),
     "vectors faster than all": ("float32 = 67e12\n\n", "float32 = 68e12\n\n", "chip.vector_flops.float32", "is above"),
     "a narrow format slower": ("= 1979e12", "= 979e12", "chip.peak_flops.float8", "leave float8 out"),
@@ -222,6 +239,12 @@ DAMAGED = {
         "node.scale_up.protocols.1.tree_latency_s", "alike"),
     "compiled launches slower": ("= 6.8e-6", "= 7.8e-6", "host.compiled_launch_s", "at least as fast"),
     "a storage that peaks below": ("= 7e12", "= 1.9e12", "storage.peak_bytes_per_s", "below"),
+    "tiles and an array": ("tiled = true", "tiled = true\narray_side = 128", "chip.array_side", "say one of them"),
+    "a limit above the board": ("power_limit_w = 650", "power_limit_w = 750", "chip.power_limit_w", "is above"),
+    "a share of no peak": ("[chip.sustained]\n", "[chip.sustained]\nfloat16 = 0.6\n", "chip.sustained.float16", "no peak"),
+    "constants of nobody": ("tiled = true", 'tiled = true\nfitted = ["h1000"]', "chip.fitted.0", "Known: "),
+    "tiles in words": ("tiled = true", 'tiled = "yes"', "chip.tiled", "true or false"),
+    "attention that nobody wrote": ('"flash2.backward"', "flash9", "chip.attention.flash9", "Did you mean flash"),
     # names
     "a slip of the pen": ("hbm_fraction", "hbm_fractoin", "chip.hbm_fractoin", "Did you mean hbm_fraction"),
     "another table's field": ("ports = 7", "latency_s = 1e-6", "node.latency_s", "[node.scale_up]"),
@@ -265,6 +288,7 @@ ELSEWHERE = {
 }
 
 
+SIZES = set(range(WHOLE[: WHOLE.index("sizes = [")].count("\n") + 1, WHOLE[: WHOLE.index("]\nlanes")].count("\n") + 1))
 # Every number of the file, with its line: after an equals sign, or an item of a list; sizes in quotes as well.
 NUMBERS = [
     (number, *found.span(1))
@@ -281,7 +305,7 @@ def damage(place, text):
 
 
 def test_all_numbers_are_found_to_be_damaged():
-    said = Counter(line for line in WHOLE.splitlines() if re.search(r"\d", line) and 'name = "' not in line)
+    said = Counter(line for line in WHOLE.splitlines() if re.search(r"= .*\d|^ +\d", line) and 'name = "' not in line)
     assert len(NUMBERS) == said.total() + 1  # two on one line
 
 
@@ -310,10 +334,25 @@ def test_another_number_is_refused_with_its_line_or_all_is_still_consistent(tmp_
     try:
         c = load(tmp_path_factory.mktemp("damaged"), damaged)
     except HardwareError as e:
-        of_list = {45, 46, 47} if place[0] in (46, 47) else set()  # what a list says together is put down to its name
+        of_list = SIZES if place[0] in SIZES else set()  # what a list says together is put down to its name
         assert e.line in {place[0], *of_list} or any(f"(line {line})" in str(e) for line in (place[0], *of_list)), e
     else:
         assert contradictions_of(c) == []
+
+
+def test_a_command_says_the_file_and_the_line_too(tmp_path, capsys):
+    from emu.cli import main
+
+    (tmp_path / "cluster.toml").write_text('chip = "h100"\nnodes = -1\n')
+    (tmp_path / "program.py").write_text("def step(rank): pass\n")
+    with pytest.raises(SystemExit) as exit_:
+        main(["run", f"{tmp_path / 'program.py'}:step", "--cluster", str(tmp_path / "cluster.toml")])
+    said = capsys.readouterr().err
+    assert exit_.value.code == 2
+    assert (
+        f"{tmp_path / 'cluster.toml'}, line 2: nodes = -1 cannot be" in said
+        and "hint: Give a whole number from 1" in said
+    )
 
 
 OVER_A_PRESET = (
