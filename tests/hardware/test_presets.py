@@ -68,6 +68,7 @@ FOUND_SINCE = {
     "H200-SXM": {"tdp_W"},
     "B200-SXM": {"sm_or_core_count", "l2_MB"},
     "GB200-NVL72 (per GPU)": {"tdp_W", "scaleout_GBps_per_device"},
+    "Gaudi3": {"scaleup_GBps_per_dir"},
     "MI250X": {"sm_or_core_count", "tdp_W", "l2_MB"},
     "MI300X": {"sm_or_core_count", "tdp_W", "scaleout_GBps_per_device"},
 }
