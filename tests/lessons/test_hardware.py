@@ -75,7 +75,7 @@ def test_the_lesson_runs_and_its_outputs_tell_its_story(tmp_path):
     assert "CloudMatrix to NVL72: 1.6 times the FLOP/s, 4.7 times the power" in said
     beside = float(re.search(r"a product beside a collective takes (\S+) times as long", said)[1])
     turns = [seconds(time) for time in re.findall(r"^(?:in turn|side by side) *: (\S+ \S+), products", said, re.M)]
-    assert beside >= 1 and turns[1] < turns[0]
+    assert beside > 1.05 and turns[1] < turns[0]
     median, mean = re.search(r"runs: median error (\S+), mean (\S+) of", said).groups()
     assert float(median) < 0.08 and float(mean) < 0.12
     assert float(re.search(r"named in (\S+) of the pairs", said)[1]) > 0.9
