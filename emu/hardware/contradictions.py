@@ -13,6 +13,8 @@ from .plausible import MOST_DEVICES
 from .schema import ClusterTable, LinkTable
 from .switched import KINDS as SWITCHED
 
+# Peak FLOP for each byte of memory bandwidth: a vector computer has 2, a K40 15, a B200 560.
+LEAST_INTENSITY, MOST_INTENSITY = 1, 10_000
 PROTOCOLS = ("LL", "LL128", "Simple")
 
 
@@ -69,6 +71,19 @@ def _memory(table: ClusterTable, file: File) -> None:
     if calibrated is not None and calibrated > chip.hbm_bytes_per_s:
         peak = ("chip.hbm_bytes_per_s", chip.hbm_bytes_per_s)
         raise file.clash(("chip.calibrated_hbm_bytes_per_s", calibrated), "is above", peak, "Correct one of them.")
+
+
+def _balance(table: ClusterTable, file: File) -> None:
+    peaks = table.chip.peak_flops.model_dump(exclude_none=True)
+    dtype = max(peaks, key=lambda d: peaks[d])
+    intensity = peaks[dtype] / table.chip.hbm_bytes_per_s
+    if not LEAST_INTENSITY <= intensity <= MOST_INTENSITY:
+        memory = ("chip.hbm_bytes_per_s", table.chip.hbm_bytes_per_s)
+        relation = f"leaves {intensity:.3g} FLOP for each byte to"
+        hint = (
+            f"Chips have {LEAST_INTENSITY:g} to {MOST_INTENSITY:,} (an H100 590 in float8): one of them lost a factor."
+        )
+        raise file.clash(memory, relation, (f"chip.peak_flops.{dtype}", peaks[dtype]), hint)
 
 
 def _kernels(table: ClusterTable, file: File) -> None:
@@ -241,6 +256,7 @@ def _storage(table: ClusterTable, file: File) -> None:
 CONTRADICTIONS = (
     _rates,
     _narrow_formats,
+    _balance,
     _memory,
     _kernels,
     _launches,

@@ -14,7 +14,8 @@
     kernel_s = 2e-6
     peak_flops = { bfloat16 = 989e12, float32 = 67e12 }
     achievable_flops = { bfloat16 = 794e12 }        # optional, like l2_bytes, sm_count, sm_bytes, register_bytes, tdp_w,
-                                                    # year, vector_flops and calibrated_*
+                                                    # year, vector_flops, calibrated_*, and what prices of kernels ask
+                                                    # for: see emu.hardware.chips.Chip
     sources = { default = "my data sheet" }         # optional in every table; else "given in" the file
 
     [node]
@@ -22,7 +23,8 @@
     [node.scale_up]                      # and [scale_out]
     bandwidth_bytes_per_s = 450e9
     achievable_fraction = 0.8
-    latency_s = 3.4e-6                   # a step; optional: name, base_s, tree_latency_s, protocols, in_switch_*
+    latency_s = 3.4e-6                   # a step; optional: name, base_s, tree_latency_s, protocols, in_switch_*,
+                                         # launch_s, fill_s, fill_bytes, calibrated_bytes_per_s
     [node.host_link]                     # optional: what copies to host memory and back take, one at a time a direction
     bandwidth_bytes_per_s = 63e9
     achievable_fraction = 0.84
@@ -44,6 +46,9 @@
     [storage]                            # optional
     capacity_bytes = 240e15
     bytes_per_s = 2e12                   # optional: name, peak_bytes_per_s
+
+What cannot be is refused: what is missing, of another kind, negative or endless (emu.hardware.complaints); numbers that no
+unit explains (emu.hardware.plausible); numbers that contradict each other (emu.hardware.contradictions).
 
 What a table does not say comes from the preset chip and its nodes. A chip of one's own (a table without `like`) has no
 preset: the file must then describe node, both links and host itself.

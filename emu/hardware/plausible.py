@@ -27,9 +27,10 @@ class Bound(NamedTuple):
 
 # The first ending that fits counts.
 BOUNDS = (
+    Bound("hbm_bytes_per_s", 1e5, 1e17, "bytes per second", "3.35 TB/s are 3.35e12"),
     Bound("_bytes_per_s", 1e5, 1e15, "bytes per second", "450 GB/s are 450e9, and 400 Gb/s are 50e9"),
     Bound("bytes_per_s", 1e5, 1e15, "bytes per second", "2 TB/s are 2e12"),
-    Bound("_flops", 1e6, 1e17, "FLOP/s of one device", "989 TFLOP/s are 989e12"),
+    Bound("_flops", 1e6, 5e17, "FLOP/s of one device", "989 TFLOP/s are 989e12"),
     Bound("l2_bytes", 1e3, 1e12, "bytes", '50 MB are 50e6, or "50MB"'),
     Bound("sm_bytes", 1e3, 1e11, "bytes of one core", '228 KB are 233472, or "228KiB"'),
     Bound("register_bytes", 1e3, 1e11, "bytes of one core", '256 KB are 262144, or "256KiB"'),

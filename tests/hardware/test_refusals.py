@@ -193,6 +193,8 @@ DAMAGED = {
     "bits for bytes": ('"80GiB"', '"80Gb"', "chip.hbm_bytes", "bits"),
     "GB/s forgotten": ("= 450e9", "= 450", "node.scale_up.bandwidth_bytes_per_s", "450e9"),
     "TFLOP/s forgotten": ("float32 = 67e12\ntf32", "float32 = 67\ntf32", "chip.peak_flops.float32", "989e12"),
+    "gigabytes for terabytes": ("= 3.35e12", "= 3.35e15", "chip.hbm_bytes_per_s", "FLOP for each byte"),
+    "megabytes for gigabytes": ("= 3.35e12\n", "= 3350e6\n", "chip.hbm_bytes_per_s", "FLOP for each byte"),
     "exa for tera": ("= 1979e12", "= 1979e15", "chip.peak_flops.float8", "too large"),
     "microseconds forgotten": ("latency_s = 14e-6", "latency_s = 14", "scale_out.latency_s", "3.4e-6"),
     "milliseconds forgotten": ("launch_s = 7e-6", "launch_s = 0.7", "host.launch_s", "too large"),
