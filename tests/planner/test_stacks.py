@@ -15,7 +15,12 @@ from emu.planner.closed import stack_for, stacks
     [
         ("vTrain: A Simulation Framework", "A100-SXM-80GB", False, "megatron-2021"),
         ("Zero Bubble Pipeline Parallelism", "A100-SXM-80GB", False, "zero-bubble-2023"),
-        ("NVIDIA Megatron-Bridge performance summary 26.06 NeMo Container", "H100-SXM-80GB", False, "megatron-bridge-2025"),
+        (
+            "NVIDIA Megatron-Bridge performance summary 26.06 NeMo Container",
+            "H100-SXM-80GB",
+            False,
+            "megatron-bridge-2025",
+        ),
         ("NeMo performance summary", "H100-SXM-80GB", False, "nemo-2024"),
         ("MaxText high-performance configs README", "TPU-v5e", True, "maxtext"),
         ("MaxText on GPUs", "H100-SXM-80GB", True, "maxtext-gpu"),

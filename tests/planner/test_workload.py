@@ -74,4 +74,6 @@ def test_odd_sizes_have_a_sensible_number(w):
     assert sum(found.parts.values()) == pytest.approx(found.step_s)
     assert len(found.peak_bytes) == w.pp and all(0 < held < float("inf") for held in found.peak_bytes)
     assert found.flops > 0 and found.params_per_rank > 0
-    assert all(value >= -1e-9 * found.step_s for name, value in found.parts.items() if name not in ("host", "bubble")), found.parts
+    assert all(
+        value >= -1e-9 * found.step_s for name, value in found.parts.items() if name not in ("host", "bubble")
+    ), found.parts

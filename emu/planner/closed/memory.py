@@ -16,6 +16,7 @@ RESERVED = 1.08
 # A process's CUDA context and kernels, and a communicator's buffers (cost_model.md of the reference: 1 to 2 GB in all).
 CONTEXT_BYTES, GROUP_BYTES = 1.5e9, 0.5e9
 LOGIT_BYTES = 12  # bf16 and float32 logits, their softmax and its gradient
+KEPT_LOGIT_BYTES = 6  # of them, until backward: bf16 logits and the softmax
 GATHERED_LAYERS = 3  # FSDP: the layer at work, the one gathered ahead, and gradients not reduced yet
 WEIGHT_BYTES = 32  # per element of the hidden state, what backward of weights alone needs (arXiv:2401.10241)
 
@@ -51,7 +52,11 @@ def _stage_bytes(w: Workload, stack: Stack, micro_batch: int, stage: int, layers
     ends = boundary if stage == 0 else 0.0
     if stack.keeps_outputs and w.pp > 1:
         ends += boundary * min(w.microbatches(micro_batch), w.pp - stage)
-    logits = LOGIT_BYTES * tokens * w.vocab / w.tp if stage == w.pp - 1 else 0.0
+    logits = 0.0
+    if stage == w.pp - 1:
+        logits = LOGIT_BYTES * tokens * w.vocab / w.tp
+        if w.schedule == "gpipe" and w.pp > 1:  # the last stage, too, has all forwards before it
+            held += (w.microbatches(micro_batch) - 1) * KEPT_LOGIT_BYTES * tokens * w.vocab / w.tp
     return _states(w, stack, stage, layers) + held + ends + max(working + gradients, logits)
 
 

@@ -86,7 +86,7 @@ def own_parts(w: Workload, prices: Prices, micro_batch: int) -> dict[str, float]
             "data": reduced,
             "optimizer": optimizer.device,
         }
-    pipeline = makespan_s(w, stages, steps)
+    pipeline = makespan_s(w, stages, steps, waits=True)  # sends meet their receivers
     return {
         "kernels": steps * stages[slowest].whole,
         "bubble": pipeline - steps * stages[slowest].whole,

@@ -7,9 +7,9 @@ micro-batches; each further one takes as long as the slowest stage.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-from emu.parallel.pipeline import Times, make, timed
+from emu.parallel.pipeline import Action, Times, make, timed
 
 from .stages import StageTime
 from .workload import Workload
@@ -21,11 +21,18 @@ HIDDEN_INTERLEAVED = 0.15
 WALKED = 4  # micro-batches for each stage that a walked schedule is walked for: after that it repeats
 
 
-def makespan_s(w: Workload, stages: Sequence[StageTime], microbatches: int) -> float:
-    """Seconds from the first forward to the last backward, if messages between stages took no time."""
+def makespan_s(w: Workload, stages: Sequence[StageTime], microbatches: int, waits: bool = False) -> float:
+    """Seconds from the first forward to the last backward, if messages between stages took no time.
+
+    Args:
+        waits: whether who sends waits until it is received, and so cannot run ahead of slower stages (1F1B without
+            overlapped sends).
+    """
     slowest = max(stage.whole for stage in stages)
     if len(stages) == 1:
         return microbatches * slowest
+    if waits and w.schedule == "1f1b" and w.vp == 1:
+        return sum(stage.whole for stage in stages) + (microbatches - 1) * slowest
     if w.schedule == "1f1b" and w.vp > 1:
         return _interleaved_s(w, stages, microbatches)
     form = FORMS.get(w.schedule)
@@ -53,8 +60,20 @@ def _gpipe_s(w: Workload, stages: Sequence[StageTime], microbatches: int) -> flo
 
 
 def _one_f_one_b_s(w: Workload, stages: Sequence[StageTime], microbatches: int) -> float:
-    """One micro-batch passes all stages both ways; each further one takes as long as the slowest stage."""
-    return sum(s.whole for s in stages) + (microbatches - 1) * max(s.whole for s in stages)
+    """The longest that a stage is at work or waits, over stages.
+
+    It waits for the stages before it, as they fill and as they empty; and, for its first backward and after its last
+    forward, for all stages behind it, while it does the forwards, or backwards, that it has in flight.
+    """
+    longest, before, behind = 0.0, 0.0, sum(stage.whole for stage in stages)
+    for i, stage in enumerate(stages):
+        behind -= stage.whole
+        meanwhile = min(microbatches, len(stages) - i) - 1
+        filling = max(0.0, behind - meanwhile * stage.forward)
+        emptying = max(0.0, behind - meanwhile * stage.backward)
+        longest = max(longest, before + microbatches * stage.whole + filling + emptying)
+        before += stage.whole
+    return longest
 
 
 def _interleaved_s(w: Workload, stages: Sequence[StageTime], microbatches: int) -> float:
@@ -91,18 +110,18 @@ def _walked_s(w: Workload, stages: Sequence[StageTime], microbatches: int) -> fl
     ranks = len(stages)
     few = min(microbatches, max(WALKED * ranks, 2))
     schedule = make(w.schedule, ranks, few, *((w.vp,) if w.vp > 1 else ()))
-    held: dict[int, int] = {}
-    owner = [0] * schedule.stages
-    for rank, row in enumerate(schedule.rows):
-        for action in row:
-            for part in action.each():
-                owner[part.stage] = rank
-    for rank in owner:
-        held[rank] = held.get(rank, 0) + 1
-    parts = [(stages[rank], held[rank]) for rank in owner]
+    chunks = max(1, schedule.stages // ranks)  # of DualPipe's two stages a rank, each does half of the micro-batches
+    owner = list(range(schedule.stages))
+    if chunks > 1:
+        owner = [rank for stage in owner for rank, row in enumerate(schedule.rows) if _does(row, stage)]
+    each = [stages[rank] for rank in owner]
     times = Times(
-        [s.forward / n for s, n in parts],
-        [(s.backward - s.weight) / n for s, n in parts],
-        [s.weight / n for s, n in parts],
+        [s.forward / chunks for s in each],
+        [(s.backward - s.weight) / chunks for s in each],
+        [s.weight / chunks for s in each],
     )
     return timed(schedule, times).makespan + (microbatches - few) * max(s.whole for s in stages)
+
+
+def _does(row: Iterable[Action], stage: int) -> bool:
+    return any(part.stage == stage for action in row for part in action.each())

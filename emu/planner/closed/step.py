@@ -105,7 +105,8 @@ def _parts(prepared: Prepared, prices: Prices, layers: tuple[int, ...]) -> tuple
     first, last = _ends_s(prepared, prices)
     stages = stage_times(layers, beside, first, last)
     slowest = max(range(w.pp), key=lambda i: stages[i].whole)
-    pipeline = makespan_s(w, stages, steps)
+    overlapped = "pipeline" in prices.stack.overlaps
+    pipeline = makespan_s(w, stages, steps, waits=not overlapped)
     hop = hop_s(w, prices, micro_batch)
     each = w.layers / w.pp
     mean = StageTime(each * beside.forward, each * beside.backward, each * beside.weight)
@@ -121,7 +122,7 @@ def _parts(prepared: Prepared, prices: Prices, layers: tuple[int, ...]) -> tuple
         "fsdp": repeated * n * (beside.forward + beside.backward - layer.forward - layer.backward) + gathered,
         "ends": repeated * ends,
         "bubble": pipeline - repeated * stages[slowest].whole,
-        "sends": hops_s(w, hop, steps, "pipeline" in prices.stack.overlaps),
+        "sends": hops_s(w, hop, steps, overlapped),
         "data": reduction_s(w, prices, mean) + tied_s(w, prices),
         "optimizer": optimizer_s(w, prices),
         "step": prices.software["software.step_s"],

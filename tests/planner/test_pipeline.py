@@ -1,0 +1,118 @@
+"""How long a pipeline takes in closed form, against its schedule walked action by action."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from workloads import workload
+
+from emu.parallel.pipeline import Times, make, timed
+from emu.planner.closed.pipeline import FORMS, hops_s, makespan_s
+from emu.planner.closed.stages import StageTime, layers_of_stages
+
+
+def walked(schedule, stages, microbatches, chunks=1):
+    """The makespan of the schedule, each stage's time shared out evenly over its chunks."""
+    ranks = len(stages)
+    made = make(schedule, ranks, microbatches, *((chunks,) if chunks > 1 else ()))
+    each = [stages[stage % ranks] for stage in range(ranks * chunks)]
+    return timed(
+        made,
+        Times(
+            [s.forward / chunks for s in each],
+            [(s.backward - s.weight) / chunks for s in each],
+            [s.weight / chunks for s in each],
+        ),
+    ).makespan
+
+
+@pytest.mark.parametrize("schedule, chunks", [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 5)])
+@pytest.mark.parametrize("ranks, microbatches", [(2, 2), (4, 4), (4, 16), (8, 32)])
+def test_equal_stages_take_as_long_as_the_schedule_walked(schedule, chunks, ranks, microbatches):
+    stages = [StageTime(1.0, 2.0, 1.0)] * ranks
+    w = workload(layers=40, pp=ranks, vp=chunks, schedule=schedule)
+    assert makespan_s(w, stages, microbatches) == pytest.approx(walked(schedule, stages, microbatches, chunks))
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-h2"])
+@pytest.mark.parametrize("ranks, microbatches", [(2, 8), (4, 16), (8, 32)])
+@pytest.mark.parametrize("weight", [0.8, 1.0])
+def test_zero_bubble_schedules_take_as_long_as_a_step_costs_when_walked(schedule, ranks, microbatches, weight):
+    """Within 3 %: from a rank's first start to its last stop, as ranks need not wait for one another between steps."""
+    stages = [StageTime(1.0, 1.0 + weight, weight)] * ranks
+    w = workload(pp=ranks, schedule=schedule)
+    made = make(schedule, ranks, microbatches)
+    cost = timed(made, Times(1.0, 1.0, weight)).cost
+    assert makespan_s(w, stages, microbatches) == pytest.approx(cost, rel=0.03)
+
+
+@st.composite
+def uneven(draw):
+    """Stages as models have them: equal in the middle, with less or more at the ends."""
+    ranks = draw(st.integers(2, 8))
+    ends = [draw(st.floats(0.6, 1.3)) for _ in range(2)]
+    times = [ends[0], *(1.0,) * (ranks - 2), ends[1]]
+    return [StageTime(t, 2.1 * t, t) for t in times], ranks * draw(st.integers(1, 5))
+
+
+@settings(max_examples=60, deadline=None)
+@given(uneven(), st.sampled_from([("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("interleaved", 3)]))
+def test_stages_that_differ_take_about_as_long_as_the_schedule_walked(drawn, kind):
+    """Within 5 %, of interleaved schedules within 8 %; and never less than the slowest stage has to do."""
+    (stages, microbatches), (schedule, chunks) = drawn, kind
+    w = workload(layers=24, pp=len(stages), vp=chunks, schedule=schedule)
+    found = makespan_s(w, stages, microbatches)
+    assert found == pytest.approx(walked(schedule, stages, microbatches, chunks), rel=0.08 if chunks > 1 else 0.05)
+    assert found >= microbatches * max(s.whole for s in stages)
+
+
+@given(uneven())
+def test_who_waits_for_the_receiver_never_gains_by_it(drawn):
+    stages, microbatches = drawn
+    w = workload(layers=24, pp=len(stages))
+    waiting = makespan_s(w, stages, microbatches, waits=True)
+    assert waiting >= makespan_s(w, stages, microbatches) - 1e-9
+    assert waiting == pytest.approx(sum(s.whole for s in stages) + (microbatches - 1) * max(s.whole for s in stages))
+
+
+@pytest.mark.parametrize("schedule", ["zb-v", "v-half", "v-min", "dualpipe", "dualpipe-v"])
+def test_schedules_without_a_form_are_walked_and_then_repeat(schedule):
+    """As walked in full, within 2 %: after some micro-batches each takes what its slowest rank has to do."""
+    assert schedule not in FORMS
+    ranks, microbatches = 4, 40
+    stages = [StageTime(1.0, 2.0, 1.0)] * ranks
+    made = make(schedule, ranks, microbatches)
+    share = made.stages / ranks if not schedule.startswith("dualpipe") or schedule == "dualpipe-v" else 1
+    whole = timed(made, Times(1 / share, 1 / share, 1 / share)).makespan
+    w = workload(pp=ranks, schedule=schedule)
+    assert makespan_s(w, stages, microbatches) == pytest.approx(whole, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "expected"),
+    [
+        (24, 4, (6, 6, 6, 6)),
+        (126, 16, (7, *(8,) * 14, 7)),
+        (22, 8, (2, *(3,) * 6, 2)),
+        (61, 8, (8, 8, 8, 8, 8, 7, 7, 7)),
+        (5, 1, (5,)),
+        (3, 2, (2, 1)),
+    ],
+)
+def test_layers_are_dealt_out_as_frameworks_do(layers, stages, expected):
+    assert layers_of_stages(layers, stages) == expected
+
+
+@given(st.integers(1, 200), st.integers(1, 64))
+def test_every_layer_has_a_stage(layers, stages):
+    if stages > layers:
+        return
+    dealt = layers_of_stages(layers, stages)
+    assert sum(dealt) == layers and len(dealt) == stages and min(dealt) >= 0 and max(dealt) - min(dealt) <= 1
+
+
+def test_messages_between_stages_cost_less_where_they_overlap():
+    w = workload(pp=4)
+    assert 0 < hops_s(w, 1e-3, 16, overlapped=True) < hops_s(w, 1e-3, 16, overlapped=False)
+    assert hops_s(workload(), 1e-3, 16, overlapped=False) == 0
