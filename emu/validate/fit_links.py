@@ -54,7 +54,7 @@ class Free:
         return f"{'/'.join(self.kinds)}.{self.field}"
 
 
-NVLINKS, UNMEASURED = ("nvlink3", "nvlink4", "nvlink5"), ("xgmi", "other")
+NVLINKS, UNMEASURED = ("nvlink3", "nvlink4", "nvlink5", "nvlink5-nvl72"), ("xgmi", "other")
 FREE = (
     # A launch by a framework's host costs 5 to 20 us; NCCL's own base latency comes on top.
     Free(NVLINKS, "launch_s", 20e-6, 0.5, ("nvlink2", *UNMEASURED)),
@@ -63,12 +63,15 @@ FREE = (
     Free(("nvlink3",), "fill_s", 60e-6, 0.7, ("nvlink2",)),
     Free(("nvlink4",), "fill_s", 60e-6, 0.7, UNMEASURED),
     Free(("nvlink5",), "fill_s", 60e-6, 0.7),
+    Free(("nvlink5-nvl72",), "fill_s", 60e-6, 1.0),
     # NCCL's own figures, which it chooses by (tuning.cc).
-    Free(("nvlink4", "nvlink5"), "in_switch_latency_s", 25e-6, 0.3),
+    Free(("nvlink4", "nvlink5", "nvlink5-nvl72"), "in_switch_latency_s", 25e-6, 0.2),
     Free(("nvlink3",), "LL.cap_bytes_per_s", 87.7e9, 0.7),
     Free(("nvlink3",), "LL128.latency_s", 1.9e-6, 0.5),
     Free(("nvlink3",), "LL128.fraction", 0.92, 0.1),
-    Free(("efa",), "launch_s", 100e-6, 1.0),
+    # Assumed: as inside a node; nccl-tests on two nodes are slow from some 100 kB on.
+    Free(("efa",), "fill_s", 60e-6, 1.0),
+    Free(("efa",), "fill_bytes", 1 * 2**20, 1.0),
 )
 
 

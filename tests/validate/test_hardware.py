@@ -36,6 +36,7 @@ from emu.validate.rows import RunRow
         ("A100 40GB (AWS p4d)", "", 64, "a100-40gb", 8, 8, 50),
         ("H100 (AWS p5.48xlarge)", "", 64, "h100", 8, 8, 400),
         ("V100 32GB (DGX-2)", "", 64, "v100", 4, 16, 50),
+        ("V100 32GB (DGX-2, 1600 Gb/s per node)", "", 64, "v100", 4, 16, 100),
     ],
 )
 def test_a_text_names_a_chip_nodes_and_a_network(text, source, n, name, nodes, per_node, network_gbit):
@@ -51,7 +52,7 @@ def test_a_kind_of_network_that_behaves_otherwise_is_taken_as_such():
         machine("H100 (8x400G IB)", 64).cluster.scale_out,
     )
     assert (efa.name, plain.name) == ("EFA", "NIC")
-    assert (efa.launch_s or 0) > (plain.launch_s or 0)
+    assert (efa.fill_s or 0) > (plain.fill_s or 0)  # large messages are slow to start
     opa = machine("A100 80GB (4x OPA100 per node)", 64).cluster.scale_out
     assert opa.achievable_fraction < plain.achievable_fraction
     assert opa.fitted == ("omni-path",)

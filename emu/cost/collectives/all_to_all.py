@@ -29,7 +29,7 @@ def single_form_s(
     fixed_s = posted_s(placement, cluster)
     if kind == "all_to_all":
         pieces = sizes or (bytes_ / n,)
-        moving_s = even_s(max(pieces), placement, cluster) + filling_s(n * max(pieces), cluster)
+        moving_s = even_s(max(pieces), placement, cluster) + filling_s(n * max(pieces), placement, cluster)
         return "direct", fixed_s + rounds_s(placement, cluster) + moving_s
     if kind in ROOTED:
         pieces = sizes or (bytes_ / n,) * n

@@ -57,7 +57,7 @@ def _all_to_all_s(event: Collective, cluster: Cluster, placement: Placement, oth
         sent[i] = part.sizes or (part.bytes / n,) * n
     fixed_s = posted_s(placement, cluster) + rounds_s(placement, cluster)
     busiest_s = uneven_s([cluster.node_of(m) for m in members], sent, placement, cluster)
-    return fixed_s + busiest_s + filling_s(max(map(sum, sent.values())), cluster)
+    return fixed_s + busiest_s + filling_s(max(map(sum, sent.values())), placement, cluster)
 
 
 def transfer_s(event: Transfer, cluster: Cluster, busiest_bytes: int = 0) -> float:

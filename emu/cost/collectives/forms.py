@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from emu.cost.collectives.placement import Placement
 from emu.cost.collectives.protocols import PLATEAU, is_nccl, protocols_of, tree_share
-from emu.cost.collectives.rates import launch_s
+from emu.cost.collectives.rates import fill_of, launch_s
 from emu.cost.collectives.stages import STAGES, Rates, Stage, in_switch
 from emu.hardware import Cluster
 
@@ -32,10 +32,11 @@ from emu.hardware import Cluster
 class Form(NamedTuple):
     """One way to carry out a collective.
 
-    seconds = fixed_s + S * s_per_byte / share(S) + fill_s * S / (S + fill_bytes)
+    seconds = fixed_s + S * s_per_byte / share(S) + sum of fill_s * S / (S + fill_bytes)
 
     Args:
         fixed_s: with the latency of its stages.
+        fills: pairs of fill_s and fill_bytes.
         by_size: whether a tree's share of its bandwidth depends on S.
         stages: what fixed_s and s_per_byte are made of, beside what is paid once.
     """
@@ -44,14 +45,13 @@ class Form(NamedTuple):
     protocol: str
     fixed_s: float
     s_per_byte: float
-    fill_s: float = 0.0
-    fill_bytes: float = 1.0
+    fills: tuple[tuple[float, float], ...] = ()
     by_size: bool = False
     stages: tuple[Stage, ...] = ()
 
     def seconds(self, size_bytes: float) -> float:
         """Seconds that a message of so many bytes moves."""
-        fill_s = self.fill_s * size_bytes / (size_bytes + self.fill_bytes) if size_bytes else 0.0
+        fill_s = sum(fill_s * size_bytes / (size_bytes + fill_bytes) for fill_s, fill_bytes in self.fills if size_bytes)
         return self.fixed_s + size_bytes * self.s_per_byte / self.share(size_bytes) + fill_s
 
     def share(self, size_bytes: float) -> float:
@@ -61,23 +61,23 @@ class Form(NamedTuple):
 
 def forms(kind: str, algorithm: str, placement: Placement, cluster: Cluster) -> Iterator[Form]:
     """The forms of one algorithm, one for each protocol; none where the group does not lie for it."""
-    up, out = cluster.node.scale_up, cluster.scale_out
+    out = cluster.scale_out
     crosses = placement.nodes > 1
     once_s = launch_s(placement, cluster)
-    fill = {"fill_s": up.fill_s or 0.0, "fill_bytes": up.fill_bytes or 0.0}
+    inner, outer = fill_of(cluster.node.scale_up), fill_of(out) if crosses else ()
     if algorithm == "in_switch":
         stages = in_switch(placement, cluster)
         if stages:
-            yield _form(algorithm, "Simple", once_s, stages, kind)._replace(**fill)
+            yield _form(algorithm, "Simple", once_s, stages, kind)._replace(fills=inner + outer)
         return
     nccl = crosses and kind == "all_reduce" and is_nccl(out)
     for inside, between in protocols_of(placement.nodes, cluster):
         stages = STAGES[algorithm](kind, Rates(placement, cluster, inside, between))
         if not stages:
             return
-        form = _form(algorithm, inside.name, once_s + inside.base_s, stages, kind)
+        form = _form(algorithm, inside.name, once_s + inside.base_s, stages, kind)._replace(fills=outer)
         if inside.name == "Simple":
-            form = form._replace(**fill)
+            form = form._replace(fills=inner + outer)
             if algorithm == "ring" and nccl:
                 form = form._replace(fixed_s=once_s + PLATEAU * (form.fixed_s - once_s))
         yield form._replace(by_size=algorithm == "tree" and nccl)

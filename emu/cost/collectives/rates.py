@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from emu.cost.collectives.placement import Placement
-from emu.hardware import Cluster
+from emu.hardware import Cluster, Link
 
 
 def lane_bytes_per_s(placement: Placement, cluster: Cluster) -> float:
@@ -32,6 +32,16 @@ def ring_bytes_per_s(placement: Placement, cluster: Cluster) -> float:
     return out if placement.fewest == 1 else min(out, inside)
 
 
+def tree_bytes_per_s(placement: Placement, cluster: Cluster) -> float:
+    """A device's part in a pair of trees over nodes. With two nodes each half of the message crosses once there and once
+    back, in a ring everything twice either way: cards carry half as much."""
+    ring = ring_bytes_per_s(placement, cluster)
+    if placement.nodes != 2:
+        return ring
+    out = 2 * placement.fewest * card_bytes_per_s(placement, cluster)
+    return out if placement.most == 1 else max(ring, min(out, inside_bytes_per_s(placement, cluster)))
+
+
 def card_bytes_per_s(placement: Placement, cluster: Cluster) -> float:
     """What a ring through one member of each node carries between nodes, beside as many as the nodes have members."""
     share = min((level.lanes / (level.crossings * placement.fewest) for level in placement.levels), default=1.0)
@@ -45,10 +55,15 @@ def launch_s(placement: Placement, cluster: Cluster) -> float:
     )
 
 
-def filling_s(bytes_: float, cluster: Cluster) -> float:
-    """What a message loses while the pipes fill. See emu.hardware.Link; fitted to rings, and taken to be so of others."""
-    up = cluster.node.scale_up
-    return (up.fill_s or 0.0) * bytes_ / (bytes_ + (up.fill_bytes or 0.0)) if bytes_ else 0.0
+def fill_of(link: Link) -> tuple[tuple[float, float], ...]:
+    """What messages lose on a link while its pipes fill, as pairs of fill_s and fill_bytes; see emu.hardware.Link."""
+    return ((link.fill_s, link.fill_bytes or 0.0),) if link.fill_s else ()
+
+
+def filling_s(bytes_: float, placement: Placement, cluster: Cluster) -> float:
+    """The same in seconds for one message. Fitted to all-reduces, and taken to be so of others."""
+    fills = fill_of(cluster.node.scale_up) + (fill_of(cluster.scale_out) if placement.nodes > 1 else ())
+    return sum(fill_s * bytes_ / (bytes_ + fill_bytes) for fill_s, fill_bytes in fills if bytes_)
 
 
 def posted_s(placement: Placement, cluster: Cluster) -> float:

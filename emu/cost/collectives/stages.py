@@ -9,7 +9,13 @@ from typing import NamedTuple
 from emu.cost.collectives.kinds import PIPED, SHARED, TWO_WAY, log2
 from emu.cost.collectives.placement import Placement
 from emu.cost.collectives.protocols import is_nccl, ring_rate, tree_rate
-from emu.cost.collectives.rates import card_bytes_per_s, inside_bytes_per_s, lane_bytes_per_s, ring_bytes_per_s
+from emu.cost.collectives.rates import (
+    card_bytes_per_s,
+    inside_bytes_per_s,
+    lane_bytes_per_s,
+    ring_bytes_per_s,
+    tree_bytes_per_s,
+)
 from emu.cost.collectives.torus import turns_of
 from emu.hardware import Cluster, Protocol
 
@@ -98,7 +104,7 @@ def tree(kind: str, r: Rates) -> tuple[Stage, ...]:
     inside = at.most - 1 if r.nccl else log2(at.most)
     steps = inside + log2(at.nodes)
     latency_s = (inside * r.inside.tree_latency_s + log2(at.nodes) * r.between.tree_latency_s) / steps
-    rate = tree_rate(r.between, ring_bytes_per_s(at, r.cluster)) if r.nccl else r.ring
+    rate = tree_rate(r.between, tree_bytes_per_s(at, r.cluster)) if r.nccl else r.ring
     return (Stage(steps, latency_s, 1 / rate, streamed=True),) * (2 if kind in TWO_WAY else 1)
 
 
