@@ -1,7 +1,8 @@
 """A user's cluster from a TOML file: all of it is checked, and every complaint names file, line, field and value.
 
     name = "my-cluster"                  # optional; else the file's name
-    chip = "h100"                        # a preset chip, or a table of one's own:
+    like = "llama3-24576"                # a cluster described as a whole that gives what is not said here; or
+    chip = "h100"                        # a preset chip, whose nodes do; or a table of one's own:
     nodes = 4                            # optional, 1
     n_devices = 32                       # optional: if given, must agree
 
@@ -50,7 +51,7 @@
 What cannot be is refused: what is missing, of another kind, negative or endless (emu.hardware.complaints); numbers that no
 unit explains (emu.hardware.plausible); numbers that contradict each other (emu.hardware.contradictions).
 
-What a table does not say comes from the preset chip and its nodes. A chip of one's own (a table without `like`) has no
+What a table does not say comes from the preset. A chip of one's own (a table without `like`) has no
 preset: the file must then describe node, both links and host itself.
 """
 
@@ -72,18 +73,16 @@ from .build import (
     build_node,
     build_storage,
     numbers,
-    part_of_node,
 )
 from .clusters import Cluster
 from .complaints import check_sources, explain
 from .contradictions import CONTRADICTIONS
 from .errors import HardwareError
 from .packaged import parse_toml
-from .places import File, in_words
+from .places import File
 from .plausible import check_plausible
-from .presets import preset_parts, preset_tables, short_name
 from .schema import ClusterTable
-from .switched import KINDS as SWITCHED
+from .underlying import tables_under
 
 _TABLES = ("chip", "node", "scale_up", "host_link", "scale_out", "host", "fabric", "storage")
 
@@ -94,7 +93,7 @@ def load_cluster(path: str | PathLike[str]) -> Cluster:
     given = _parse(file)
     given.setdefault("name", Path(file.path).stem)
     check_sources(given, file)
-    base = _fitting(_resized(_base(given, file), given.get("node")), given)
+    base = tables_under(given, file)
     merged = _merge(base, given)
     try:
         table = ClusterTable.model_validate(merged)
@@ -133,61 +132,6 @@ def _parse(file: File) -> dict[str, Any]:
             file=file.path,
             line=file.line_in_message(str(e)),
         ) from None
-
-
-def _base(given: dict[str, Any], file: File) -> dict[str, Any]:
-    """The preset tables under the file's own; removes the reference to them from `given`."""
-    chip = given.get("chip")
-    field = "chip"
-    if isinstance(chip, Mapping):
-        given["chip"] = {key: value for key, value in chip.items() if key != "like"}
-        field, chip = "chip.like", chip.get("like")
-    elif isinstance(chip, str):
-        given["chip"] = {}
-    if chip is None:
-        return {}
-    try:
-        short = short_name(chip)
-    except (HardwareError, AttributeError) as e:
-        hint = getattr(e, "hint", 'Give a name in quotes, e.g. "h100".')
-        described = preset_tables("clusters").get(chip) if isinstance(chip, str) else None
-        if described is not None:
-            hint = f'It is a cluster of "{described["chip"]}": name that.'
-        raise HardwareError(
-            f"{field} = {in_words(chip)} is not a chip that emu knows.",
-            f"{hint} Or describe it yourself in a table [chip].",
-            file=file.path,
-            line=file.line_of(field),
-            field=field,
-            value=chip,
-        ) from None
-    return {"chip": preset_tables("chips")[short], **preset_parts(short)}
-
-
-def _resized(base: dict[str, Any], node: Any) -> dict[str, Any]:
-    """The preset tables with what belongs to the preset's whole node left out, if the file says another size."""
-    devices = node.get("devices_per_node") if isinstance(node, Mapping) else None
-    if "node" not in base or not isinstance(devices, int) or isinstance(devices, bool) or devices < 1:
-        return base  # nothing to resize, or for the checks to complain of
-    return {**base, "node": part_of_node(base["node"], devices)}
-
-
-def _fitting(base: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The preset tables without what the file's own shape or launches make untrue, for the file to say anew."""
-    node, host = given.get("node"), given.get("host")
-    shape = node.get("shape") if isinstance(node, Mapping) else None
-    if "node" in base and isinstance(shape, Mapping):
-        # Lanes of the preset's direct wires are lanes of any other shape that has no more; a switch's one lane is not.
-        switched = base["node"].get("shape", {}).get("kind") in SWITCHED
-        dropped = ("topology", "ports") if switched else ("topology",)
-        base = {**base, "node": {key: value for key, value in base["node"].items() if key not in dropped}}
-        if shape.get("kind") not in SWITCHED:  # no switch that sums
-            up = {k: v for k, v in base["node"]["scale_up"].items() if not k.startswith("in_switch_")}
-            base["node"]["scale_up"] = up
-    launch = host.get("launch_s") if isinstance(host, Mapping) else None
-    if "host" in base and isinstance(launch, (int, float)) and launch < base["host"]["compiled_launch_s"]:
-        base = {**base, "host": {k: v for k, v in base["host"].items() if k != "compiled_launch_s"}}
-    return base
 
 
 def _merge(base: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:

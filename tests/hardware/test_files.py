@@ -87,6 +87,21 @@ def test_a_file_that_only_names_a_preset_is_that_preset(tmp_path):
     assert c.sources == cluster("h100", nodes=4).sources
 
 
+@pytest.mark.parametrize(
+    "name", ["llama3-24576", "dgx-2", "h100-rails-1024", "tpu-v4-cube", "trn2-ultraserver", "cloudmatrix-384"]
+)
+def test_a_file_that_is_like_a_described_cluster_is_that_cluster(tmp_path, name):
+    c = Cluster.from_toml(written(tmp_path, f'like = "{name}"\n'))
+    assert c == replace(cluster(name), name="cluster") and c.sources == cluster(name).sources
+
+
+def test_a_file_may_change_a_few_numbers_of_a_described_cluster(tmp_path):
+    text = 'like = "llama3-24576"\nnodes = 384\n[fabric]\noversubscription = 3\n[chip]\nhbm_bytes = "94GB"\n'
+    c = Cluster.from_toml(written(tmp_path, text))
+    assert (c.nodes, c.fabric.oversubscription, c.fabric.pod_devices, c.chip.hbm_bytes) == (384, 3, 3072, 94e9)
+    assert c.storage == cluster("llama3-24576").storage and "cluster.toml" in c.sources["fabric.oversubscription"]
+
+
 def test_a_file_may_change_a_few_numbers_of_a_preset(tmp_path):
     text = 'chip = "h100"\n[node.scale_up]\nbandwidth_bytes_per_s = 900e9\n[host]\nlaunch_s = 1e-6\n'
     c, preset = Cluster.from_toml(written(tmp_path, text)), cluster("h100-8")
@@ -238,6 +253,11 @@ WRONG = {
         OWN + "[storage]\ncapacity_bytes = 1e15\nbytes_per_s = 2e12\npeak_bytes_per_s = 1e12\n",
         31, "storage.peak_bytes_per_s", "below"
     ),
+    "an unknown cluster to be like": ('like = "dgx-3"\n', 1, "like", "Did you mean dgx"),
+    "a chip for a cluster": ('like = "h100"\n', 1, "like", 'chip = "h100"'),
+    "a cluster for a chip": ('chip = "dgx-2"\n', 1, "chip", 'like = "dgx-2"'),
+    "a number for a cluster": ("like = 2\n", 1, "like", "Known: "),
+    "a cluster and a chip": ('like = "dgx-2"\nchip = "h100"\n', 2, "chip", "take one of them away"),
     "an unknown preset": ('chip = "h1000"\n', 1, "chip", "Did you mean h100"),
     "an unknown preset to be like": ('[chip]\nlike = "b20"\n', 2, "chip.like", "b200"),
     "a number for a chip": ("chip = 100\n", 1, "chip", "in quotes"),
