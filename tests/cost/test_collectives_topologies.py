@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from emu.cost import PricingError, collective_s, transfer_s
-from emu.cost.collectives import ALGORITHMS, KINDS, Level, choose, moving_s, place, place_evenly
+from emu.cost.collectives import ALGORITHMS, KINDS, Level, choose, moving_s, place, place_evenly, wire_bytes
 from emu.cost.collectives.axes import Axis
 from emu.cost.collectives.choice import candidates
 from emu.cost.collectives.kinds import BY
@@ -323,3 +323,44 @@ def test_more_cards_than_the_wires_inside_carry_do_not_help(toy):
     at = place(range(32), cluster)
     latency_s = 30 * toy.alpha_s + 10 * toy.alpha_s
     assert moving_s("all_gather", 10**9, at, cluster, "ring") == pytest.approx(latency_s + 31 / 32 * 10**9 / toy.rate)
+
+
+# Wires.
+
+
+def call(kind: str, members, size: int, algorithm: str = "") -> Collective:
+    return Collective(kind, "dp", tuple(members), 0, size, (), "float32", "", algorithm, 0, "s", "s", 0, "")
+
+
+def test_a_full_mesh_carries_an_all_reduce_on_all_its_wires_alike():
+    found = wire_bytes(call("all_reduce", range(8), 8000), CLUSTERS["mi300x"])
+    assert found == {(0, a, b): 2 * 8000 / 8 for a in range(8) for b in range(8) if a != b}
+    part = wire_bytes(call("all_reduce", (9, 10, 12), 9000), CLUSTERS["mi300x"])
+    assert set(part) == {(1, a, b) for a in (1, 2, 4) for b in (1, 2, 4) if a != b}
+
+
+def test_groups_on_other_axes_of_a_torus_take_other_wires():
+    cube = CLUSTERS["tpu-v4-cube"]
+    along, across = (set(wire_bytes(call("all_gather", m, 10**6), cube)) for m in (range(4), range(0, 64, 16)))
+    assert along and across and not along & across
+    every_other, between = (set(wire_bytes(call("all_gather", m, 10**6), cube)) for m in ((0, 2), (1, 3)))
+    assert every_other & between  # they pass through each other
+
+
+@pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "all_to_all"])
+def test_the_busiest_wire_is_what_a_large_collective_waits_for(toy, kind):
+    for shape, sizes in (("torus", (4, 4)), ("torus", (5,)), ("full mesh", (6,)), ("hypercube", (3,)), ("grid", (4,))):
+        cluster = torus(toy, shape, sizes)
+        n = cluster.node.devices_per_node
+        size = 10**12
+        event = call(kind, range(n), size)
+        at = place(event.members, cluster)
+        busiest = max(wire_bytes(event, cluster).values()) / (toy.rate * at.lane)
+        assert 0.999 * busiest <= moving_s(kind, size, at, cluster) <= 1.01 * busiest
+
+
+def test_where_a_switch_or_nothing_is_known_there_are_no_wires(toy):
+    assert wire_bytes(call("all_reduce", range(8), 8000), CLUSTERS["h100"]) == {}
+    assert wire_bytes(call("all_reduce", range(8), 8000), toy.cluster()) == {}
+    assert wire_bytes(call("all_reduce", range(256), 8000), CLUSTERS["tpu-v5e-pod"]) == {}
+    assert wire_bytes(call("barrier", range(8), 0), CLUSTERS["mi300x"]) == {}

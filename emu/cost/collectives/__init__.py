@@ -9,6 +9,7 @@ from emu.cost.collectives.kinds import ALGORITHMS, KINDS
 from emu.cost.collectives.placement import Level, Placement, place, place_evenly
 from emu.cost.collectives.steps import Step, steps
 from emu.cost.collectives.volumes import sent_bytes
+from emu.cost.collectives.wires import wire_bytes
 
 __all__ = [
     "ALGORITHMS",
@@ -25,4 +26,5 @@ __all__ = [
     "sent_bytes",
     "steps",
     "transfer_s",
+    "wire_bytes",
 ]
