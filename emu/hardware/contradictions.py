@@ -79,7 +79,7 @@ def _balance(table: ClusterTable, file: File) -> None:
     intensity = peaks[dtype] / table.chip.hbm_bytes_per_s
     if not LEAST_INTENSITY <= intensity <= MOST_INTENSITY:
         memory = ("chip.hbm_bytes_per_s", table.chip.hbm_bytes_per_s)
-        relation = f"leaves {intensity:.3g} FLOP for each byte to"
+        relation = f"gives a byte to each {intensity:.3g} FLOP of"
         hint = (
             f"Chips have {LEAST_INTENSITY:g} to {MOST_INTENSITY:,} (an H100 590 in float8): one of them lost a factor."
         )
@@ -121,7 +121,7 @@ def _count(table: ClusterTable, file: File) -> None:
         message = f"n_devices = {table.n_devices}, but {nodes} of {devices} make {n}."
         raise file.error("n_devices", message, hint, table.n_devices)
     if n > MOST_DEVICES:
-        relation = f"makes {n:g} devices, more than {MOST_DEVICES:g}, of"
+        relation = f"is too many (more than {MOST_DEVICES:g} devices in all) for"
         devices = ("node.devices_per_node", per_node)
         raise file.clash(("nodes", table.nodes), relation, devices, "Correct one of them.")
 
@@ -241,7 +241,7 @@ def _power(table: ClusterTable, file: File) -> None:
     node, tdp_w = table.node, table.chip.tdp_w
     if node.power_w is not None and tdp_w is not None and node.power_w < tdp_w * node.devices_per_node:
         hint = "node.power_w is of the whole node: correct it or chip.tdp_w."
-        relation = f"is less than {node.devices_per_node} devices draw of"
+        relation = f"is less than {node.devices_per_node} times"
         raise file.clash(("node.power_w", node.power_w), relation, ("chip.tdp_w", tdp_w), hint)
 
 

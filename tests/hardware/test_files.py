@@ -235,7 +235,7 @@ WRONG = {
     ),
     "less power than its devices draw": (
         change("kernel_s = 1e-6", "kernel_s = 1e-6\ntdp_w = 100").replace("per_node = 4", "per_node = 4\npower_w = 399"),
-        15, "node.power_w", "4 devices draw"
+        15, "node.power_w", "4 times"
     ),
     "no racks at all": (change("per_node = 4", "per_node = 4\nracks = 0"), 14, "node.racks", "a number of racks"),
     "racks that do not add up": (
