@@ -85,8 +85,6 @@ def hop_s(w: Workload, prices: Prices, micro_batch: int) -> float:
     whole = w.seq * micro_batch / w.cp * w.hidden * ELEMENT
     sliced = w.tp > 1 and (w.sp or prices.stack.sends_slices)
     piece = whole / w.tp if sliced else whole
-    crosses = crosses_nodes(w)
-    link = prices.cluster.scale_out if crosses else prices.cluster.node.scale_up
-    share = prices.software["software.network_share"] if crosses else 1.0
+    sent = prices.moving_s("ring_shift", piece, 2, 1 if crosses_nodes(w) else 2)
     gathered = prices.moving_s("all_gather", whole, w.tp, in_node(w, w.tp)) if sliced and not w.sp else 0.0
-    return piece / (link.bytes_per_s * share) + link.latency_s + gathered
+    return sent + gathered

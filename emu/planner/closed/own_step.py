@@ -61,8 +61,9 @@ def own_parts(w: Workload, prices: Prices, micro_batch: int) -> dict[str, float]
     supported(w)
     steps = w.microbatches(micro_batch)
     layers = layers_of_stages(w.layers, w.pp)
-    forward = _layer(w, prices, forward_layer(w, micro_batch), _tensor_s(w, prices, micro_batch, FORWARD))
-    backward = _layer(w, prices, backward_layer(w, micro_batch, steps > 1), _tensor_s(w, prices, micro_batch, BACKWARD))
+    forward = _longer(_segment(prices, forward_layer(w, micro_batch)), _tensor_s(w, prices, micro_batch, FORWARD))
+    backward = _segment(prices, backward_layer(w, micro_batch, steps > 1))
+    backward = _longer(backward, _tensor_s(w, prices, micro_batch, BACKWARD))
     again = forward if w.recompute == "full" else Segment(0.0, 0.0)
     backward = Segment(backward.device + again.device, backward.host + again.host)
     gathered = exposed = 0.0
@@ -70,7 +71,8 @@ def own_parts(w: Workload, prices: Prices, micro_batch: int) -> dict[str, float]
         forward, backward, exposed = _gathered(w, prices, forward, backward)
         gathered = exposed
     ends = [first_stage(w, micro_batch, steps > 1), last_stage(w, micro_batch, steps > 1)]
-    segments = [_stage(prices, n, i, w, forward, backward, ends) for i, n in enumerate(layers)]
+    messages_s = _ends_tensor_s(w, prices, micro_batch)
+    segments = [_stage(prices, n, i, w, forward, backward, ends, messages_s) for i, n in enumerate(layers)]
     optimizer = _optimizer(w, prices, layers)
     stages = [StageTime(_joined(f), _joined(b), 0.0) for f, b in segments]
     slowest = max(range(w.pp), key=lambda i: stages[i].whole)
@@ -114,9 +116,8 @@ def _segment(prices: Prices, kernels: Sequence[Kernel]) -> Segment:
     return Segment(sum(kernel_s(k, prices.chip) for k in kernels), len(kernels) * prices.cluster.host.launch_s)
 
 
-def _layer(w: Workload, prices: Prices, kernels: Sequence[Kernel], tensor_s: float) -> Segment:
-    one = _segment(prices, kernels)
-    return Segment(one.device + tensor_s, one.host)
+def _longer(one: Segment, seconds: float) -> Segment:
+    return Segment(one.device + seconds, one.host)
 
 
 def _tensor_s(w: Workload, prices: Prices, micro_batch: int, phase: str) -> float:
@@ -134,8 +135,21 @@ def _tensor_s(w: Workload, prices: Prices, micro_batch: int, phase: str) -> floa
     seconds = [kernel_s(k, prices.chip) for k in weights]
     up, attention = seconds[1], sum(seconds[3:])
     beside = scatter if w.sp else summed
-    exposed = sum(max(0.0, beside - shadow) for shadow in (up, attention))
+    loss = prices.chip.overlap_loss
+    exposed = sum(max(0.0, beside - shadow) + loss * min(beside, shadow) for shadow in (up, attention))
     return exposed + (2 * gather if w.sp else 0.0)
+
+
+def _ends_tensor_s(w: Workload, prices: Prices, micro_batch: int) -> tuple[float, float]:
+    """What tensor parallelism adds to the first stage, and to the last: a cut vocabulary's embedding, head and loss."""
+    if w.tp == 1:
+        return 0.0, 0.0
+    near = in_node(w, w.tp)
+    whole = 2 * w.seq * micro_batch * w.hidden
+    embedded = prices.moving_s("reduce_scatter" if w.sp else "all_reduce", whole, w.tp, near)
+    per_token = prices.moving_s("all_reduce", 4 * w.seq * micro_batch, w.tp, near)
+    gathered = 2 * prices.moving_s("all_gather", whole, w.tp, near) if w.sp else 0.0
+    return embedded, 2 * per_token + gathered
 
 
 def _gathered(w: Workload, prices: Prices, forward: Segment, backward: Segment) -> tuple[Segment, Segment, float]:
@@ -162,6 +176,7 @@ def _stage(
     forward: Segment,
     backward: Segment,
     ends: list[list[Kernel]],
+    messages_s: tuple[float, float],
 ) -> tuple[list[Segment], list[Segment]]:
     """Forward and backward of a stage."""
     f, b = [forward] * layers, [backward] * layers
@@ -169,9 +184,9 @@ def _stage(
         [_segment(prices, [k for k in end if k.phase == phase]) for phase in (FORWARD, BACKWARD)] for end in ends
     )
     if stage == 0:
-        f, b = [first[0], *f], [*b, first[1]]
+        f, b = [_longer(first[0], messages_s[0]), *f], [*b, first[1]]
     if stage == w.pp - 1:
-        f, b = [*f, last[0]], [last[1], *b]
+        f, b = [*f, _longer(last[0], messages_s[1])], [last[1], *b]
     return f, b
 
 
@@ -201,7 +216,8 @@ def _reduced_s(w: Workload, prices: Prices, layers: tuple[int, ...], backward: S
     buckets = max(1, round(2 * n / BUCKET_BYTES))
     one = prices.moving_s(kind, REDUCED * n / buckets, w.dp, near)
     beside = (buckets - 1) * one
-    hidden = max(layers) * max(backward.device, backward.host)
+    # A pipeline's gradients are reduced after its last backward.
+    hidden = max(layers) * max(backward.device, backward.host) if w.pp == 1 else 0.0
     gathered = prices.moving_s("all_gather", 2 * n / buckets, w.dp, near) * buckets if w.zero >= 1 else 0.0
-    slowed = prices.chip.overlap_loss * min(beside, hidden) if w.zero >= 0 else 0.0
+    slowed = prices.chip.overlap_loss * min(beside, hidden)
     return max(0.0, beside - hidden) + one + slowed + gathered

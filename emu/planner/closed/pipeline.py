@@ -14,10 +14,10 @@ from emu.parallel.pipeline import Action, Times, make, timed
 from .stages import StageTime
 from .workload import Workload
 
-# Sends beside compute still cost: who waits for whom shifts by a part of them. Shares of a hop that every micro-batch
-# pays, per chunk, where software overlaps sends, and where it does not.
-HIDDEN, EXPOSED = 0.3, 1.0
-HIDDEN_INTERLEAVED = 0.15
+# Sends cost each micro-batch, both ways, a part of what they last: of 1F1B nearly all, for as many micro-batches are in
+# flight as there are stages, and each passes all hops twice before the next can follow. Interleaved, others are in flight
+# meanwhile; what is left was seen in published runs, and is assumed.
+EXPOSED, HIDDEN_INTERLEAVED = 1.0, 0.15
 WALKED = 4  # micro-batches for each stage that a walked schedule is walked for: after that it repeats
 
 
@@ -49,8 +49,9 @@ def hops_s(w: Workload, hop_s: float, microbatches: int, overlapped: bool) -> fl
     if w.schedule in ("1f1b", "interleaved") and w.vp > 1:
         share = HIDDEN_INTERLEAVED if overlapped else EXPOSED
         return once + 2 * microbatches * w.vp * share * hop_s
-    if w.schedule in ("1f1b", "gpipe"):
-        return once + 2 * (microbatches - 1) * (HIDDEN if overlapped else EXPOSED) * hop_s
+    if w.schedule == "1f1b":
+        share = (w.pp - 1) / w.pp if overlapped else EXPOSED
+        return once + 2 * (microbatches - 1) * share * hop_s
     return once
 
 
