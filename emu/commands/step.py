@@ -60,7 +60,11 @@ def step(
     with begin(load(program), on, backend=backend, order=chosen) as stepper:
         shell = Shell(stepper, sys.stderr if as_json else sys.stdout)
         if until is not None:
-            stepper.until(until)
+            try:
+                stepper.until(until)
+            except Exception as error:
+                if stepper.error is not error:  # where the program's own ends it, that is shown
+                    raise
         ask = sys.stdin is not None and sys.stdin.isatty()
         if ask or not as_json:
             shell.say(repr(stepper))

@@ -58,12 +58,20 @@ class Execution:
         self.meetings = Meetings(self.scheduler)
         self._goal: Goal = lambda index, op: True
         self._prefer: int | None = None
+        self._breaks = True
         self._rested_at = -1
+        self._cuts = len(history.cuts)  # of the history that it follows
+        self._given = 0  # how often the baton was given away before this step
         self._last: dict[int, tuple[Any, ...]] = {}
         self._go, self._rests = threading.Lock(), threading.Event()
         self._go.acquire()
         self._run = partial(run_virtual, program, mesh, **how, within=self._within, rendezvous=self._meet)
         self._thread = threading.Thread(target=self._main, name="emu stepper", daemon=True)
+
+    @property
+    def strayed(self) -> bool:
+        """Whether it went a way that is not the known one any more: another run let another rank go first."""
+        return any(cut <= self.index for cut in self.history.cuts[self._cuts :])
 
     @property
     def alive(self) -> bool:
@@ -72,16 +80,17 @@ class Execution:
 
     # What the stepper's caller does, on its own thread.
 
-    def advance(self, goal: Goal, prefer: int | None = None) -> None:
+    def advance(self, goal: Goal, prefer: int | None = None, breaks: bool = True) -> None:
         """Goes on until a step that reaches the goal, or to the end. Ctrl-C leaves it before the next step.
 
         Args:
             goal: asked before every step.
             prefer: the rank that goes on whenever it can.
+            breaks: whether a breakpoint() in the program stops it, too.
         """
         if self.ended or self.failure is not None:
             return
-        self._goal, self._prefer = goal, prefer
+        self._goal, self._prefer, self._breaks = goal, prefer, breaks
         self._rests.clear()
         if self._thread.ident is None:
             self._thread.start()
@@ -145,27 +154,38 @@ class Execution:
         op = op_at(self.devices[rank], stop) if rank in self.devices else None
         if op is None:
             return
-        history, threads = self.history, self.scheduler.threads
+        history = self.history
         while True:
             index = self.index
-            chosen = history.choices.get(index)
-            to = chosen if self._prefer is None else self._prefer
-            if to is not None and (to == rank or threads[to].queued):
-                if index < len(history) and history.ops[index].rank != to:
-                    history.cut(index)
-                if to != rank or chosen is not None:
-                    history.choices[index] = to
-                if to != rank:
-                    history.coming[rank] = op
-                if self.scheduler.give(rank, to):
-                    continue
+            to = self._goes_first(rank)
+            if to is not None:
+                history.coming[rank] = op
+                self._given += 1
+                self.scheduler.give(rank, to)
+                continue
             history.note(index, op, self._standings(rank), self._records())
-            if self._rested_at == index or not (op.kind == "breakpoint" or self._goal(index, op)):
+            if self._rested_at == index or not ((self._breaks and op.kind == "breakpoint") or self._goal(index, op)):
                 break
             self._rested_at = index
             self._rest(rank)
         history.coming.pop(rank, None)
-        self.index += 1
+        self.index, self._given = self.index + 1, 0
+
+    def _goes_first(self, rank: int) -> int | None:
+        """Who is let go before a rank that stands before the next step, by an earlier choice or a new one; None if nobody is."""
+        history, index, prefer = self.history, self.index, self._prefer
+        chosen = history.choices.get(index, [])[self._given :]
+        known = history.ops[index].rank if index < len(history) else None
+        can_go = prefer is not None and self.scheduler.can_give(prefer)
+        if prefer is None or known == prefer or not (can_go or prefer == rank):
+            return chosen[0] if chosen else None
+        if known is not None:
+            history.cut(index, self._given)
+            self._cuts = len(history.cuts)
+        if prefer == rank:
+            return None
+        history.choices.setdefault(index, []).append(prefer)
+        return prefer
 
     def _rest(self, rank: int) -> None:
         with paused(self.scheduler, rank):

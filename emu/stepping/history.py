@@ -35,7 +35,7 @@ class History:
         ended: whether the last step is known.
         error: what ended the program, if it failed; failed_rank: where it was raised, -1 if in none.
         coming: what a rank that gave the baton away stands before.
-        choices: before which step the baton was given to which rank, by the stepper's wish.
+        choices: to which ranks the baton was given before a step, one after the other, by the stepper's wish.
     """
 
     def __init__(self, ranks: Sequence[int]) -> None:
@@ -46,9 +46,9 @@ class History:
         self.ended = False
         self.error: BaseException | None = None
         self.failed_rank = -1
-        self.choices: dict[int, int] = {}
+        self.choices: dict[int, list[int]] = {}
         self.coming: dict[int, Op] = {}
-        self.cuts = 0  # how often what was known proved not to be so
+        self.cuts: list[int] = []  # from which steps on what was known came to be not so
 
     def __len__(self) -> int:
         """How many steps are known, the one that is about to be taken among them."""
@@ -97,13 +97,14 @@ class History:
             known = self.events[standing.rank]
             known.extend(records[standing.rank][len(known) : standing.events] if standing.rank in records else ())
 
-    def cut(self, index: int) -> None:
-        """Another rank goes first at step `index`: what was known from there on is not so."""
-        self.cuts += 1
+    def cut(self, index: int, given: int) -> None:
+        """Another rank goes first at step `index`, after so many choices there: what was known from there on is not so."""
+        self.cuts.append(index)
         self.coming.clear()
         del self.ops[index:], self.changes[index + 1 :]
         self.ended, self.error, self.failed_rank = False, None, -1
-        self.choices = {at: rank for at, rank in self.choices.items() if at < index}
+        self.choices = {at: ranks for at, ranks in self.choices.items() if at <= index}
+        del self.choices.get(index, [])[given:]
         counts = dict.fromkeys(self.ranks, 0)
         for changes in self.changes:
             counts.update((standing.rank, standing.events) for standing in changes)

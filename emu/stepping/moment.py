@@ -43,13 +43,13 @@ class Moment:
         standing: Callable[[int], Execution],
     ) -> None:
         self.index, self.mesh, self.cluster = index, mesh, cluster
-        self.history, self._cuts = history, history.cuts
+        self.history, self._cuts = history, len(history.cuts)
         self._situation, self._standing = situation, standing
 
     def _known(self) -> History:
-        if self.history.cuts != self._cuts and self.index >= len(self.history):
+        if any(cut <= self.index for cut in self.history.cuts[self._cuts :]):
             raise EmuError(
-                f"there is no step {self.index} any more: another rank was let go first", "ask the stepper for it again"
+                f"step {self.index} is another one now: another rank was let go first", "ask the stepper for it again"
             )
         return self.history
 

@@ -177,12 +177,12 @@ class Situations:
         self._history = history
         self._kept: list[Situation] = []  # before steps 0, EVERY, 2 EVERY, ...
         self._latest: Situation | None = None
-        self._cuts = history.cuts
+        self._cuts = 0
 
     def at(self, index: int) -> Situation:
         """Before step `index`. The caller does not change it."""
-        if self._cuts != self._history.cuts:  # another rank went first somewhere
-            self._cuts, self._latest, self._kept = self._history.cuts, None, []
+        if self._cuts != len(self._history.cuts):  # another rank went first somewhere
+            self._cuts, self._latest, self._kept = len(self._history.cuts), None, []
         latest = self._latest
         if latest is None or latest.index > index:
             latest = (

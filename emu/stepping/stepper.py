@@ -261,10 +261,12 @@ class Stepper:
     def _standing(self, index: int) -> Execution:
         """A run that stands before step `index`: the one that is there, or the nearest before it, or a new one."""
         self._check_open()
-        self._executions[:] = [e for e in self._executions if not e.closed]
+        for execution in [e for e in self._executions if e.closed or e.strayed]:
+            execution.close()
+            self._executions.remove(execution)
         before = [e for e in self._executions if e.index <= index and (e.alive or e.index == index)]
         keep = [e for e in before if e.index == self.index != index]  # where the stepper stands, it stays
-        chosen = max((e for e in before if e not in keep), key=lambda e: e.index, default=None)
+        chosen = max((e for e in reversed(before) if e not in keep), key=lambda e: e.index, default=None)
         if chosen is None:
             if len(self._executions) >= MOST_STANDING and keep:
                 self._executions.sort(key=lambda e: e in keep)
@@ -272,7 +274,9 @@ class Stepper:
         self._executions.remove(chosen)
         self._executions.append(chosen)
         if chosen.index < index or not chosen.alive:
-            chosen.advance(lambda at, op: at >= index)
+            chosen.advance(lambda at, op: at >= index, breaks=False)
+        if isinstance(chosen.failure, WentAnotherWay):
+            raise chosen.failure
         if chosen.index < min(index, len(self.history)):
             raise chosen.failure or WentAnotherWay(
                 f"the program ended at step {chosen.index} when it ran again, and did not before",

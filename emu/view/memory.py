@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -190,8 +190,10 @@ def _set_height(axes: Axes, capacity: int | None, top: float, unit_bytes: float)
     axes.set_ylim(0, 1.16 * height / unit_bytes or 1.0)
 
 
-def category_legend(figure: Figure, categories: Sequence[str]) -> None:
-    """The colours of memory's categories, below the figure."""
+def category_legend(
+    figure: Figure, categories: Sequence[str], side: Literal["left", "right"] = "left", most: int = 8
+) -> None:
+    """The colours of memory's categories, below the figure, at its left or right side, at most so many in a row."""
     from matplotlib.patches import Patch
 
     handles = []
@@ -199,4 +201,6 @@ def category_legend(figure: Figure, categories: Sequence[str]) -> None:
         colour, hatch = CATEGORY_PAINTS.get(name, OTHER_CATEGORY)
         handles.append(Patch(facecolor=colour, hatch=hatch, edgecolor="#ffffff", linewidth=0.0, label=name))
     if handles:
-        figure.legend(handles=handles, loc="outside lower left", ncols=len(handles), handlelength=2.2)
+        columns = min(len(handles), most)
+        where: Any = f"outside lower {side}"
+        figure.legend(handles=handles, loc=where, ncols=columns, handlelength=2.2)

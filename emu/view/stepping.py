@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from emu.view.bars import Row, sample_ranks, timeline_rows
-from emu.view.memory import STACK
+from emu.view.memory import STACK, category_legend
 from emu.view.style import CATEGORY_PAINTS, FAINT_INK, INK, OTHER_CATEGORY, drawing
 from emu.view.timeline import COLUMNS, bars_legend, draw_bars, label_rows, places_of
 from emu.view.units import byte_unit, bytes_text, time_text, time_unit
@@ -44,7 +44,7 @@ def stepping_figure(state: Mapping[str, Any], timeline: Timeline | None, width: 
     with drawing():
         places = places_of(rows)
         height = (max(places) + 1 if places else 1) * ROW_INCHES
-        figure = Figure(figsize=(width, height + 1.9), layout="constrained")
+        figure = Figure(figsize=(width, max(height, 1.2) + 1.7), layout="constrained")
         left, right = figure.subplots(1, 2, sharey=True, width_ratios=(2.2, 1.0))
         unit, unit_s = time_unit(window[1])
         looks = draw_bars(left, rows, places, unit_s)
@@ -53,10 +53,12 @@ def stepping_figure(state: Mapping[str, Any], timeline: Timeline | None, width: 
         left.set_xlabel(f"time so far ({unit}), provisional; the lines are where each rank's host stands")
         label_rows(left, rows, places)
         left.set_title(_title(state), loc="left")
-        _draw_cursors(left, state, rows, places, unit_s, window)
+        if timeline is not None:
+            _draw_cursors(left, state, rows, places, unit_s, window)
         _draw_memory(right, state, rows, places)
-        bars_legend(figure, looks, False)
-        _memory_legend(right, height, [c for c in STACK if any(r["hbm"].get(c) for r in state["ranks"])])
+        bars_legend(figure, looks, False, most=4)  # two legends share what is below
+        held = [c for c in STACK if any(r["hbm"].get(c) for r in state["ranks"])]
+        category_legend(figure, held, side="right", most=3)
     return figure
 
 
@@ -167,19 +169,6 @@ def _draw_memory(axes: Axes, state: Mapping[str, Any], rows: Sequence[Row], plac
     axes.set_title("last, then next", loc="left")
     axes.spines["left"].set_visible(False)
     axes.tick_params(axis="y", length=0, labelleft=False)
-
-
-def _memory_legend(axes: Axes, height: float, categories: Sequence[str]) -> None:
-    """The colours of memory's categories, below its panel, which is so many inches high."""
-    from matplotlib.patches import Patch
-
-    handles = []
-    for name in categories:
-        colour, hatch = CATEGORY_PAINTS.get(name, OTHER_CATEGORY)
-        handles.append(Patch(facecolor=colour, hatch=hatch or None, edgecolor="#ffffff", linewidth=0.0, label=name))
-    if handles:
-        below = -0.6 / height  # inches under the panel: under the axis's own label
-        axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(0, below), ncols=3, handlelength=2.0)
 
 
 def _doing(r: Mapping[str, Any]) -> str:

@@ -220,7 +220,7 @@ def label_rows(axes: Axes, rows: Sequence[Row], places: Sequence[float]) -> None
     axes.spines["left"].set_visible(False)
 
 
-def bars_legend(figure: Figure, looks: Sequence[Look], marked: bool) -> None:
+def bars_legend(figure: Figure, looks: Sequence[Look], marked: bool, most: int = 7) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
@@ -236,4 +236,4 @@ def bars_legend(figure: Figure, looks: Sequence[Look], marked: bool) -> None:
     if marked:
         handles.append(Line2D([], [], color=INK, linewidth=0.6, label="mark (when the host passed it)"))
     if handles:
-        figure.legend(handles=handles, loc="outside lower left", ncols=min(len(handles), 7), handlelength=2.2)
+        figure.legend(handles=handles, loc="outside lower left", ncols=min(len(handles), most), handlelength=2.2)

@@ -6,6 +6,7 @@ They serve the rank whose thread calls, and do nothing on any other thread.
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 import weakref
 from collections.abc import Iterator
@@ -77,6 +78,11 @@ class TorchHooks:
             setattr(Tensor, name, _host_read(name, getattr(Tensor, name)))
         undo.callback(setattr, torch, "load", torch.load)
         torch.load = _loading(torch.load)
+        if "ipykernel" in sys.modules:  # whose own hook ignores a breakpoint() on a rank's thread
+            import pdb
+
+            undo.callback(setattr, sys, "breakpointhook", sys.breakpointhook)
+            sys.breakpointhook = pdb.set_trace
         for flag in _MODE_FLAGS:  # torch puts them back in order of nesting, which ranks do not keep
             undo.callback(setattr, _python_dispatch, flag, getattr(_python_dispatch, flag))
         for handle in (

@@ -188,7 +188,6 @@ class Scheduler:
 
     def before_op(self, rank: int, what: Stop | None = None) -> None:
         """The hook before every op: ends the rank if the run is ending, and hands over to a rank that is behind in time.
-
         Not while autocast is on: it runs ops inside a lock of the process, for which the next rank would wait, baton in hand.
         """
         if self.ending:
@@ -229,15 +228,16 @@ class Scheduler:
             self._queue(thread)
             self._switch(thread, following)
 
-    def give(self, rank: int, to: int) -> bool:
-        """Hands the baton to a rank of a stepper's choice; says whether that one could go on."""
-        if to == rank or not self.threads[to].queued or torch.is_autocast_enabled("cpu"):
-            return False
+    def can_give(self, to: int) -> bool:
+        """Whether the baton can be handed to a certain rank."""
+        return self.threads[to].queued and not torch.is_autocast_enabled("cpu")
+
+    def give(self, rank: int, to: int) -> None:
+        """Hands the baton to a rank of a stepper's choice, which `can_give`."""
         self._runnable.remove(to)
         self.threads[to].queued = False
         self._queue(self.threads[rank])
         self._switch(self.threads[rank], to)
-        return True
 
     def _hand_over(self, rank: int) -> None:
         self._queue(self.threads[rank])
