@@ -5,14 +5,14 @@ Links, each with what it carries in one direction:
 * a device's own: to its node (scale_up), to the network (scale_out) and to its host;
 * what leads up from a pod where the network is oversubscribed: above a fat tree's pod, above each leaf of rails. Other
   switches let all through that their devices can send, so nothing meets there;
-* in a node without a switch, the wires on a transfer's way.
+* in a node without a switch, the wires on a transfer's way, and those that a collective's algorithm takes.
 
 A message's share of a link is its bytes over what the link could carry in the time that the message takes alone, at most
 all of it. So collectives bound by latency share well, and those along one axis of a torus take that axis' part of the
 device's wires.
 
-Not modelled: messages of ranks without a record (symbolic ones), wires that a collective takes inside a node without a
-switch beyond the device's own, PCIe switches that devices share (no data).
+Not modelled: messages of ranks without a record (symbolic ones), wires of groups of more than 128 inside a node without a
+switch, PCIe switches that devices share (no data).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections import Counter, defaultdict
 from collections.abc import Container, Hashable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from emu.cost.collectives import transfer_s
+from emu.cost.collectives import transfer_s, wire_bytes
 from emu.cost.host_copies import host_copy_s
 from emu.hardware import Chip, Cluster
 from emu.trace.events import Collective, HostCopy, Transfer
@@ -97,7 +97,7 @@ def collective_load(
     arriving = max((traffic.arriving[m] for m in event.members), default=0.0)
     return Load(
         seconds,
-        traffic.shares(seconds, present),
+        (*traffic.shares(seconds, present), *_wires_of_group(event, cluster, seconds)),
         min(MEMORY_BYTES * arriving / seconds / chip.memory_bytes_per_s, MOST_MEMORY),
         chip.overlap_loss,
         held_share(chip, CORES),
@@ -256,13 +256,25 @@ def _ring(event: Collective, cluster: Cluster) -> Iterator[tuple[int, int, float
 
 def _wires(event: Transfer, cluster: Cluster, seconds: float) -> Iterator[tuple[Hashable, float]]:
     """The wires that a transfer takes inside a node without a switch."""
-    node, shape = cluster.node, cluster.node.shape
-    lane = node.lane_bytes_per_s
-    if shape is None or lane is None or shape.kind in ("switch", "fat tree", "rails"):
+    lane, shape = _lane_bytes_per_s(cluster), cluster.node.shape
+    if lane is None or shape is None or shape.kind in ("switch", "fat tree", "rails"):
         return
-    lane *= node.scale_up.bytes_per_s / node.scale_up.bandwidth_bytes_per_s
     where = cluster.node_of(event.src)
     for _, wire in cluster.path(event.src, event.dst):
         share = _share(event.bytes, seconds, lane * wire.lanes)
         if share:
             yield (where, "wire", wire.source, wire.target), share
+
+
+def _wires_of_group(event: Collective, cluster: Cluster, seconds: float) -> Iterator[tuple[Hashable, float]]:
+    """The wires that a collective takes there."""
+    lane = _lane_bytes_per_s(cluster)
+    if lane is not None:
+        for (where, source, target), size in wire_bytes(event, cluster).items():
+            yield (where, "wire", source, target), _share(size, seconds, lane)
+
+
+def _lane_bytes_per_s(cluster: Cluster) -> float | None:
+    """What one lane inside a node carries; None where its wires are not known."""
+    node, lane = cluster.node, cluster.node.lane_bytes_per_s
+    return lane and lane * node.scale_up.bytes_per_s / node.scale_up.bandwidth_bytes_per_s

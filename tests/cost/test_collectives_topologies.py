@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from emu.cost import PricingError, collective_s, transfer_s
+from emu.cost import PricingError, collective_s, price, transfer_s
 from emu.cost.collectives import ALGORITHMS, KINDS, Level, choose, moving_s, place, place_evenly, wire_bytes
 from emu.cost.collectives.axes import Axis
 from emu.cost.collectives.choice import candidates
@@ -16,6 +16,7 @@ from emu.cost.collectives.kinds import BY
 from emu.hardware import Cluster, Fabric, Node, Topology
 from emu.hardware import cluster as preset
 from emu.trace.events import Collective, Transfer
+from emu.trace.trace import Trace
 
 GiB = 2**30
 CLUSTERS = {
@@ -364,3 +365,18 @@ def test_where_a_switch_or_nothing_is_known_there_are_no_wires(toy):
     assert wire_bytes(call("all_reduce", range(8), 8000), toy.cluster()) == {}
     assert wire_bytes(call("all_reduce", range(256), 8000), CLUSTERS["tpu-v5e-pod"]) == {}
     assert wire_bytes(call("barrier", range(8), 0), CLUSTERS["mi300x"]) == {}
+
+
+def test_groups_that_pass_through_each_other_share_the_wires_between(toy):
+    """On a line of four, 0 and 2 meet by way of 1, and 1 and 3 by way of 2: both use the wire in the middle."""
+    cluster = torus(toy, "grid", (4,))
+
+    def ends(*groups) -> list[float]:
+        events = {m: [toy.collective(g, 0, 10**8, 0, "all_gather", group=str(g))] for g in groups for m in g}
+        timeline = price(Trace({"dp": 4}, events), cluster)
+        return [timeline.spans[group[0]][0].end_s for group in groups]
+
+    (alone,) = ends((0, 2))
+    crossed = ends((0, 2), (1, 3))
+    assert crossed == pytest.approx([2 * alone - toy.alpha_s] * 2, rel=0.02)
+    assert ends((0, 1), (2, 3)) == pytest.approx(ends((0, 1)) * 2)  # side by side: nothing is shared

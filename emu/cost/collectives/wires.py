@@ -1,4 +1,4 @@
-"""Which wires of a node without a switch a collective takes, and how many bytes each of them carries."""
+"""Which wires of a node without a switch a collective takes, and how many bytes each of their lanes carries."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WireBytes = Mapping[tuple[int, int, int], float]  # by node, and the places in i
 
 
 def wire_bytes(event: Collective, cluster: Cluster, placement: Placement | None = None) -> WireBytes:
-    """Bytes on each wire inside nodes, in its direction, by the algorithm that the collective takes.
+    """Bytes on each lane of each wire inside nodes, in its direction, by the algorithm that the collective takes.
 
     Empty where a switch joins the devices, which lets all through that they can send; where the wires are not known; and
     for groups of more than 128 members. Uneven pieces are counted as even ones.
@@ -38,7 +38,7 @@ def wire_bytes(event: Collective, cluster: Cluster, placement: Placement | None 
             # Half of it the way that the answer would come, so that both ways round are used where they are as short.
             ways = (*shape.path(here, there), *(wire.back for wire in shape.path(there, here)))
             for wire in ways:
-                found[node, wire.source, wire.target] += share * event.bytes / 2
+                found[node, wire.source, wire.target] += share * event.bytes / 2 / wire.lanes
     return dict(found)
 
 
