@@ -47,7 +47,9 @@ def llama(**changes) -> Workload:
 def mixtral(**changes) -> Workload:
     """Mixtral 8x22B by NeMo."""
     dims = {"layers": 56, "hidden": 6144, "heads": 48, "kv_heads": 8, "ffn": 0, "gated": True, "vocab": 32768}
-    return workload(**{**dims, "seq": 4096, "stack": "nemo-2024", "moe": Moe(8, 2, 16384), "global_batch": 256, **changes})
+    return workload(
+        **{**dims, "seq": 4096, "stack": "nemo-2024", "moe": Moe(8, 2, 16384), "global_batch": 256, **changes}
+    )
 
 
 def ideal(w: Workload) -> Workload:
@@ -63,7 +65,9 @@ def odd_workloads(draw) -> Workload:
     """Whatever a row of a table may say: sizes that divide nothing, every stack, many chips."""
     from emu.planner.closed import stacks
 
-    tp, pp, cp, dp = (draw(st.sampled_from(sizes)) for sizes in ((1, 2, 3, 8, 16), (1, 2, 3, 7), (1, 2, 5), (1, 2, 6, 24)))
+    tp, pp, cp, dp = (
+        draw(st.sampled_from(sizes)) for sizes in ((1, 2, 3, 8, 16), (1, 2, 3, 7), (1, 2, 5), (1, 2, 6, 24))
+    )
     layers = draw(st.integers(pp, 40))
     moe = draw(st.none() | st.builds(Moe, st.just(60), st.integers(1, 8), st.integers(1, 3000), st.integers(0, 2)))
     heads = draw(st.integers(1, 40))
