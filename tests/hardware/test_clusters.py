@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emu.hardware import HardwareError, chip_names, cluster, cluster_names
+from emu.hardware import HardwareError, Topology, chip_names, cluster, cluster_names
+from emu.hardware.parts import part_of
 from emu.hardware.quantities import short
 
 GIGA, TERA = 1e9, 1e12
@@ -105,6 +106,14 @@ def test_the_presets_are_what_their_names_say():
     assert networks["h100-rails-1024"] == "rails 4 x 32 x 8"
     assert networks["h100-oversubscribed-1024"] == "fat tree 4 x 8 x 32, 1:4 above"
     assert str(cluster("h100", nodes=4).network) == "switch 32"
+
+
+def test_a_part_that_is_the_whole_or_of_a_hypercube_or_of_nothing_known():
+    cube, tree = Topology("hypercube", (4,)), Topology("fat tree", (2, 4))
+    assert part_of(cube, 16) == cube and part_of(cube, 4) == Topology("hypercube", (2,))
+    assert part_of(cube, 6) is part_of(cube, 1) is part_of(tree, 4) is None
+    assert part_of(Topology("grid", (4, 4)), 4) == Topology("grid", (2, 2))
+    assert part_of(Topology("torus", (4, 4), (1, 2)), 8) == Topology("torus", (2, 4), (1, 2))
 
 
 def test_described_clusters_may_be_several_unless_their_number_is_their_own():

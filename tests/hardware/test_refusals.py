@@ -169,6 +169,31 @@ ELSEWHERE = {
 }
 
 
+SHORT = {  # of files that stand on a preset: (text, line, field, words of the reason)
+    "ports of no shape": (
+        'like = "trn2"\n[node]\ndevices_per_node = 31\nports = 4\n', 4, "node.ports", "node.shape is not said"
+    ),
+    "devices without nodes": ('chip = "h100"\nn_devices = 32\n', 2, "n_devices", "Give nodes = 4."),
+    "nothing near": ('chip = "h100"\nflux = 1\n', 2, "flux", "Known here: "),
+    "a source with nothing near": ('chip = "h100"\nsources = { zz = "me" }\n', 2, "sources.zz", "Known here: default"),
+    "a folder": (None, None, None, "cannot be read"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SHORT)
+def test_a_file_over_a_preset_is_refused_at_its_line(tmp_path, case):
+    text, line, field, words = SHORT[case]
+    with pytest.raises(HardwareError) as caught:
+        Cluster.from_toml(tmp_path) if text is None else load(tmp_path, text)
+    assert (caught.value.line, caught.value.field) == (line, field) and words in str(caught.value)
+
+
+def test_a_files_mark_of_utf8_is_no_error(tmp_path):
+    path = tmp_path / "windows.toml"
+    path.write_bytes(b'\xef\xbb\xbfchip = "h100"\r\nnodes = 2\r\n')
+    assert Cluster.from_toml(path).n_devices == 16
+
+
 def test_a_command_says_the_file_and_the_line_too(tmp_path, capsys):
     from emu.cli import main
 

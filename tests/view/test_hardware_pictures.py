@@ -1,5 +1,7 @@
 """Pictures of hardware draw what the price list and the topologies say."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -87,6 +89,11 @@ def test_every_level_that_a_summary_may_have_has_a_name_and_a_place():
         for level in cluster(name).summary().levels
     }
     assert known <= set(NAMES) == set(ORDER)
+
+
+def test_a_summary_without_levels_is_not_drawn():
+    with pytest.raises(emu.EmuError, match="no level"):
+        ladder_figure(replace(cluster("h100").summary(), levels=()))
 
 
 # Wires.
