@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -61,8 +62,13 @@ def simulate(
         raise EmuError("simulate needs a model", "emu simulate --model llama3-8b --cluster h100-8 --mesh dp=8 --zero 3")
     on = cluster_of(cluster) if cluster is not None else None
     of, longest = _model(model)
-    usual = {} if longest is None else {"seq": longest}
-    plan, _ = plan_of(flags, longest or 1_000_000, mesh=f"dp={on.n_devices if on is not None else 8}", **usual)
+    usual: dict[str, Any] = {} if longest is None else {"seq": longest}
+    plan, said_of_plan = plan_of(
+        flags, longest or 1_000_000, mesh=f"dp={on.n_devices if on is not None else 8}", **usual
+    )
+    if "global_batch" not in said_of_plan:  # a sequence for every microbatch at least
+        most = plan.axes().get("dp", 1) * (plan.micro_batch or 1) * plan.microbatches
+        plan = replace(plan, global_batch=max(plan.global_batch, most))
     with stages() as stage:
         ticks: list[Any] = []
 

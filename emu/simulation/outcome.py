@@ -179,7 +179,8 @@ def cure(plan: Plan, at_peak: Mapping[str, int]) -> str:
     data = plan.axes().get("dp", 1) * plan.axes().get("cp", 1)
     if most in sharded:
         if plan.zero < sharded[most] and data > 1:
-            return f"shard {most} over the ranks along dp: zero={sharded[most]}"
+            what = "optimizer states" if most == "optimizer" else most
+            return f"shard {what} over the ranks along dp: zero={sharded[most]}"
         return "cut the model over more devices: more ranks along tp, pp, or (with zero=3) dp"
     if most == "activations" and plan.checkpoint == "none":
         return (
