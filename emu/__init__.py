@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from emu.hardware import Cluster, chip, cluster
     from emu.parallel import Batch, DataParallel, Pipeline, Plan, parallelize
     from emu.run import Run, launch
+    from emu.simulation import simulate
     from emu.stepping import step
 
 __version__ = "0.1.0"
@@ -77,6 +78,7 @@ __all__ = [
     "hazards",
     "launch",
     "parallelize",
+    "simulate",
     "spmd",
     "step",
     "verify",
@@ -98,6 +100,7 @@ _LAZY = {
     "hazards": "emu.equivalence",
     "launch": "emu.run",
     "parallelize": "emu.parallel",
+    "simulate": "emu.simulation",
     "step": "emu.stepping",
     "verify": "emu.equivalence",
 }

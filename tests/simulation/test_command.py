@@ -46,6 +46,10 @@ def told(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, dict[str,
     return code, json.loads(out)
 
 
+def said_by(capsys: pytest.CaptureFixture[str], line: str) -> dict[str, Any]:
+    return told(capsys, *line.split())[1]
+
+
 def test_json_has_the_contracts_keys_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
     code, said = told(
         capsys, "--model", "gpt-tiny", "--cluster", "h100-8", "--mesh", "dp=2,pp=2", "--microbatches", "2"
@@ -98,9 +102,7 @@ def test_a_run_is_a_file_and_options_count_more(tmp_path: Path, capsys: pytest.C
     file = tmp_path / "run.toml"
     file.write_text('model = "gpt-tiny"\ncluster = "h100-8"\n[plan]\nmesh = "dp=4"\nzero = 3\nlaunch_mode = "graph"\n')
     _, said = told(capsys, "--config", str(file))
-    assert (
-        said == told(capsys, *"--model gpt-tiny --cluster h100-8 --mesh dp=4 --zero 3 --launch-mode graph".split())[1]
-    )
+    assert said == said_by(capsys, "--model gpt-tiny --cluster h100-8 --mesh dp=4 --zero 3 --launch-mode graph")
     _, eager = told(capsys, "--config", str(file), "--launch-mode", "eager")
     assert eager["step_time_s"] > said["step_time_s"] and eager["comm_bytes"] == said["comm_bytes"]
     assert told(capsys, "--config", str(file), "--model", "llama-tiny")[1]["mfu"] != said["mfu"]
@@ -124,8 +126,8 @@ def test_a_model_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_a_sequence_for_every_microbatch_where_nobody_says_how_many(capsys: pytest.CaptureFixture[str]) -> None:
-    few = told(capsys, *"--model gpt-tiny --mesh dp=8 --microbatches 2".split())[1]
-    many = told(capsys, *"--model gpt-tiny --mesh dp=8 --microbatches 2 --global-batch 16".split())[1]
+    few = said_by(capsys, "--model gpt-tiny --mesh dp=8 --microbatches 2")
+    many = said_by(capsys, "--model gpt-tiny --mesh dp=8 --microbatches 2 --global-batch 16")
     assert few == many
 
 
