@@ -10,9 +10,10 @@ from emu.trace.events import HostCopy
 def host_copy_s(event: HostCopy, cluster: Cluster) -> float:
     """Seconds that a copy occupies one direction of the device's host link.
 
-    A copy engine of its own carries each direction, so copies neither delay kernels nor those of the other direction.
-    Every device has its own link. Not modelled: what devices share behind it, a PCIe switch or the host's memory (an
-    A100 gets 19 of its 26 GB/s when both directions are busy: NVIDIA/nvbandwidth README).
+    A copy engine of its own carries each direction, so copies do not delay those of the other direction, and take no
+    compute of kernels, though memory bandwidth (emu.cost.loads). Every device has its own link. Not modelled: what
+    devices share behind it, a PCIe switch or the host's memory (an A100 gets 19 of its 26 GB/s when both directions are
+    busy: NVIDIA/nvbandwidth README).
 
     Raises:
         PricingError: no figure is known for the link.
