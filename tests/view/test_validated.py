@@ -34,6 +34,11 @@ def test_every_run_stands_at_its_times(figure):
     assert [len(group) for group in found.values()] == [20, 2, 1]
 
 
+def test_sources_with_few_runs_lie_on_top(figure):
+    heights = [line.get_zorder() for line in figure.axes[0].lines if line.get_linestyle() == "None"]
+    assert heights == sorted(set(heights))
+
+
 def test_errors_are_drawn_by_time_and_none_is_lost(figure):
     found = sorted(p for group in drawn(figure.axes[1]).values() for p in group)
     seen = sorted((p.measured_s, min(max(p.error, -EDGE), EDGE)) for p in POINTS)
