@@ -117,6 +117,11 @@ def goals(report: Report) -> Table:
 
 def remarks(report: Report) -> Iterator[str]:
     """What the tables do not say."""
+    if report.held_out:
+        yield (
+            "No constant was fitted to these layouts. But which terms the closed forms have, and some priors, were chosen "
+            "by people who saw errors of all of them: on runs that nobody has seen, expect somewhat more."
+        )
     fits = report.fits()
     if fits["out_of_memory"]:
         yield f"Out of memory: {fits['out_of_memory_found']} of {fits['out_of_memory']} runs that failed are said not to fit."
