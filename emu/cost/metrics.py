@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from math import ceil, prod
 from typing import TYPE_CHECKING, Any
@@ -102,12 +102,13 @@ class Metrics:
         )
 
 
-def measure(timeline: Timeline, tokens: int | None = None) -> Metrics:
+def measure(timeline: Timeline, tokens: int | None = None, stand_for: Mapping[int, int] | None = None) -> Metrics:
     """The metrics of a timeline.
 
     Args:
         timeline: a priced trace.
         tokens: tokens that all ranks together trained on.
+        stand_for: rank -> how many ranks it stands for, which do the same as it does; one by default.
     """
     trace, step_s = timeline.trace, timeline.step_time_s
     work: Counter[str] = Counter()  # by dtype, recomputation included
@@ -116,6 +117,7 @@ def measure(timeline: Timeline, tokens: int | None = None) -> Metrics:
     copied_bytes: Counter[str] = Counter()
     exposed_s = comm_s = busy_s = working_s = copying_s = exposed_copying_s = 0.0
     for rank, events in trace.events.items():
+        weight = stand_for[rank] if stand_for is not None else 1
         kernels: list[tuple[float, float]] = []
         matrix: list[tuple[float, float]] = []  # those whose work counts
         communication: list[tuple[float, float]] = []
@@ -126,18 +128,18 @@ def measure(timeline: Timeline, tokens: int | None = None) -> Metrics:
             if type(event) is Kernel:
                 kernels.append((starts[i], ends[i]))
                 if event.flops and is_model_work(event):
-                    work[event.dtype] += event.flops
+                    work[event.dtype] += weight * event.flops
                     matrix.append((starts[i], ends[i]))
                     if event.phase == "recompute":
-                        recomputed[event.dtype] += event.flops
+                        recomputed[event.dtype] += weight * event.flops
             elif type(event) is Collective or type(event) is Transfer:
                 communication.append((starts[i], ends[i]))
             elif type(event) is HostCopy:
                 copies.append((starts[i], ends[i]))
                 copied[event.kind] += event.bytes
         running, talking = _union(kernels), _union(communication)
-        working_s += _length(_union(matrix))
-        busy_s += _length(running)
+        working_s += weight * _length(_union(matrix))
+        busy_s += weight * _length(running)
         comm_s = max(comm_s, _length(talking))
         exposed_s = max(exposed_s, _length(_union([*running, *talking])) - _length(running))
         copying = _union(copies)
@@ -146,7 +148,7 @@ def measure(timeline: Timeline, tokens: int | None = None) -> Metrics:
         copied_bytes |= copied
         for label, sent in sent_by_label(rank, events).items():
             comm_bytes[label] = max(comm_bytes[label], sent)
-    ranks = max(len(trace.events), 1)
+    ranks = max(sum(stand_for[rank] for rank in trace.events) if stand_for is not None else len(trace.events), 1)
     dtype = max(sorted(work), key=work.__getitem__, default="")
     done, again = sum(work.values()), sum(recomputed.values())
     chip = timeline.cluster.chip

@@ -1,46 +1,69 @@
 """Which ranks do the same, so that one may stand for all of them: groups know the others, and take them to be in time.
 
-Along dp every rank does the same where all have as many rows and as large shards. Along tp it does where every cut is even.
-Along pp stages differ, and along cp ranks attend to different pairs; experts get different tokens. Ranks that do the
-same also take the same time only where each of their groups lies in nodes, racks and pods as those of the others do.
+Along dp ranks do the same that have as many rows and as large shards; along tp, if their pieces of every weight are as
+large. Along pp stages differ, and along cp ranks attend to different pairs; experts get different tokens. Ranks that do
+the same also take the same time only where each of their groups lies in nodes, racks and pods as those of the others do.
 What follows from the plan alone is looked up before anything runs; what from the model, by the ranks that run.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from itertools import product
+from math import prod
 from typing import Any
 
 from emu.hardware import Cluster
 from emu.parallel import Plan, mesh_of
-from emu.spmd import EmuError, Shard, Slices
+from emu.spmd import EmuError, Mesh, Shard, Slices, split_sizes
 
-MERGED = ("dp", "tp")
+Classes = Mapping[str, tuple[tuple[int, ...], ...]]  # of every axis, its places, those together that do the same
 
 
 class NotAlike(EmuError):
-    """Ranks along an axis do different things after all. Fields: axis."""
+    """Ranks along an axis do different things after all. Fields: classes, in which they are apart."""
 
 
-def alike_axes(plan: Plan, cluster: Cluster) -> tuple[str, ...]:
-    """The axes along which, as far as plan and cluster tell, all ranks do the same, at the same time."""
+def classes_of(plan: Plan, cluster: Cluster) -> Classes:
+    """Which places along every axis do the same at the same time, as far as plan and cluster tell."""
     axes = plan.axes()
-    found = []
-    if axes.get("dp", 1) > 1 and not plan.global_batch % axes["dp"]:
-        found.append("dp")
-    if axes.get("tp", 1) > 1 and not plan.seq % (axes["tp"] * 2 * axes.get("cp", 1)):
-        found.append("tp")
+    classes = everyone(plan)
     if plan.ep * plan.etp > 1 or (plan.replicate > 1 and axes.get("cp", 1) > 1) or not nested(plan, cluster):
-        return ()
-    return tuple(found)
+        return classes
+    if "dp" in axes:
+        classes["dp"] = apart((tuple(range(axes["dp"])),), split_sizes(plan.global_batch, axes["dp"]).__getitem__)
+    if "tp" in axes and not plan.seq % (axes["tp"] * 2 * axes.get("cp", 1)):
+        classes["tp"] = (tuple(range(axes["tp"])),)
+    return classes
+
+
+def everyone(plan: Plan) -> dict[str, tuple[tuple[int, ...], ...]]:
+    """Every place by itself."""
+    return {axis: tuple((place,) for place in range(size)) for axis, size in mesh_of(plan).axes.items()}
+
+
+def apart(classes: tuple[tuple[int, ...], ...], told: Callable[[int], Any]) -> tuple[tuple[int, ...], ...]:
+    """The same classes, with places apart of which something different is told."""
+    finer: dict[Any, list[int]] = {}
+    for number, places in enumerate(classes):
+        for place in places:
+            finer.setdefault((number, told(place)), []).append(place)
+    return tuple(tuple(places) for places in finer.values())
+
+
+def weights(mesh: Mesh, classes: Classes) -> dict[int, int]:
+    """Rank -> how many ranks it stands for, itself among them: the first of every class along every axis runs."""
+    return {
+        mesh.rank_at({axis: places[0] for axis, places in zip(mesh.axes, some)}): prod(map(len, some))
+        for some in product(*(classes[axis] for axis in mesh.axes))
+    }
 
 
 def nested(plan: Plan, cluster: Cluster) -> bool:
     """Whether boxes of the mesh fill nodes, racks and pods, so that groups that are alike lie alike in them."""
     sizes = [(size // plan.replicate if axis == "dp" else size) for axis, size in plan.axes().items()]
-    if plan.replicate > 1:  # groups of neighbours along dp, and such groups
-        at = list(plan.axes()).index("dp")
-        sizes.insert(at, plan.replicate)
+    if plan.replicate > 1 and "dp" in plan.axes():  # groups of neighbours along dp, and such groups
+        sizes.insert(list(plan.axes()).index("dp"), plan.replicate)
     fabric = cluster.fabric
     levels = [cluster.node.devices_per_node, *((fabric.rack_devices, fabric.pod_devices) if fabric else ())]
     return all(_fills(sizes, level) for level in levels)
@@ -58,33 +81,49 @@ def _fills(sizes: list[int], level: int) -> bool:
     return True
 
 
-def representatives(plan: Plan, alike: tuple[str, ...]) -> list[int]:
-    """The ranks that run: of every axis along which all do the same, the first; of others, all."""
-    mesh = mesh_of(plan)
-    ranges = [range(1 if axis in alike else size) for axis, size in mesh.axes.items()]
-    return sorted(mesh.rank_at(dict(zip(mesh.axes, at))) for at in product(*ranges))
-
-
-def check_alike(dist: Any, axes: tuple[str, ...]) -> None:
-    """Raises NotAlike where a rank sees that others hold more or less of the model than it does.
+def check_alike(dist: Any, classes: Classes) -> None:
+    """Raises NotAlike where a rank sees that places which are taken to do the same hold more or less of the model.
 
     Args:
         dist: the distributed model on this rank.
-        axes: those along which all are taken to do the same.
     """
-    if axes and any(shards.place.stage and len(set(shards.flat.cuts)) > 1 for shards in dist.vectors):
-        raise NotAlike("shards differ in size", f"run all ranks along {axes[0]}", axis=axes[0])
-    if "tp" not in axes or dist.sharding is None:
-        return
-    ranks = dist.rank.mesh.axes["tp"]
+    for axis, told in (("dp", lambda place: _shards(dist, "dp", place)), ("tp", lambda place: _pieces(dist, place))):
+        given = classes.get(axis, ())
+        if all(len(places) == 1 for places in given):
+            continue
+        finer = apart(given, told)
+        if finer != given:
+            raise NotAlike(
+                f"ranks along {axis} hold different parts", "run one of each", classes={**classes, axis: finer}
+            )
+
+
+def _shards(dist: Any, axis: str, place: int) -> tuple[int, ...]:
+    """How much of every vector that is cut over ranks is held at a place along an axis."""
+    coords = dist.rank.mesh.coords
+    return tuple(
+        cut
+        for shards in dist.vectors
+        if shards.place.stage
+        for member, cut in zip(shards.place.group.members, shards.flat.cuts)
+        if coords(member)[axis] == place
+    )
+
+
+def _pieces(dist: Any, place: int) -> tuple[Any, ...]:
+    """How large the piece of every parameter is that is held at a place along tp."""
+    found: list[Any] = [_shards(dist, "tp", place)]
+    if dist.sharding is None:
+        return tuple(found)
     for name, held in dist.sharding.held.items():
         placed = held.layout["tp"]
-        if isinstance(placed, Shard) and dist.sharding.shapes[name][placed.dim] % ranks:
-            raise NotAlike(f"{name} is not cut evenly", "run all ranks along tp", axis="tp")
-        if isinstance(placed, Slices):
-            ranges = [part for parts in placed.ranges for part in parts]
-            lengths = {tuple(stop - start for start, stop in parts) for parts in placed.ranges}
-            if len(lengths) > 1 or len(set(ranges)) < len(ranges):
-                raise NotAlike(f"{name} is not cut evenly", "run all ranks along tp", axis="tp")
         if held.kind == "experts":
-            raise NotAlike(f"{name} is an expert's", "run all ranks along tp", axis="tp")
+            found.append(place)  # who get different tokens
+        elif isinstance(placed, Shard):
+            length = dist.sharding.shapes[name][placed.dim]
+            found.append(split_sizes(length, dist.rank.mesh.axes["tp"])[place])
+        elif isinstance(placed, Slices):
+            ranges = [part for parts in placed.ranges for part in parts]
+            lengths = tuple(stop - start for start, stop in placed.ranges[place])
+            found.append(place if len(set(ranges)) < len(ranges) else lengths)  # of what several hold, one counts it
+    return tuple(found)

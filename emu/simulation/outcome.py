@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from emu.cost import Metrics
-from emu.cost.metrics import sent_by_label
+from emu.cost.metrics import measure, sent_by_label
 from emu.parallel import Plan
 from emu.run import Run
 from emu.simulation.asked import Asked
@@ -69,12 +69,12 @@ class Simulated(Run):
         model: its name.
     """
 
-    def __init__(self, whole: Run, wanted: Asked) -> None:
+    def __init__(self, whole: Run, wanted: Asked, stand_for: Mapping[int, int]) -> None:
         part = whole.window(START, END)
         super().__init__(part.program, part.mesh, part.cluster, part.results, part.trace, part.launch_mode)
         self._how = whole._how
         self._memory = part.memory
-        self._wanted = wanted
+        self._wanted, self._stand_for = wanted, stand_for
         self.plan, self.model = wanted.plan, wanted.name
         capacity = self.cluster.chip.hbm_bytes
         self._held: dict[int, Held] = {}
@@ -86,7 +86,7 @@ class Simulated(Run):
     def metrics(self) -> Figures:
         """The figures of the step, on all devices of the mesh."""
         plan, capacity = self.plan, self.cluster.chip.hbm_bytes
-        priced = self.timeline().metrics(plan.global_batch * plan.seq)
+        priced = measure(self.timeline(), plan.global_batch * plan.seq, self._stand_for)
         bubble = self._bubble()
         of_run = {field.name: getattr(priced, field.name) for field in fields(Metrics)}
         of_run["peak_hbm_bytes"] = [max(held.allocated for held in stage) for stage in self._by_stage()]
@@ -154,9 +154,9 @@ class Simulated(Run):
             return 0.0, 0.0
         whole = busy = 0.0
         for ranks in self._pipelines():
-            timed = timed_run(self.timeline(), ranks)
-            whole += timed.makespan * len(ranks)
-            busy += sum(timed.busy(i) for i in range(len(ranks)))
+            timed, weight = timed_run(self.timeline(), ranks), self._stand_for[ranks[0]]
+            whole += weight * timed.makespan * len(ranks)
+            busy += weight * sum(timed.busy(i) for i in range(len(ranks)))
         return ((whole - busy) / whole, (whole - busy) / busy) if busy else (0.0, 0.0)
 
     def _pipelines(self) -> list[Sequence[int]]:

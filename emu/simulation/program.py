@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from emu.parallel import Batch, Plan, parallelize
 from emu.parallel.pipeline.schedules import make
-from emu.simulation.alike import check_alike
+from emu.simulation.alike import Classes, check_alike
 from emu.simulation.optimizer import FusedAdamW
 from emu.spmd import PlanError, Rank
 
@@ -27,21 +27,21 @@ class Step:
     Args:
         make_model: makes the plain model.
         plan: how it is trained.
-        alike: axes along which ranks are taken to do the same; a rank that sees that it is not so raises NotAlike.
+        classes: the ranks that are taken to do the same; a rank that sees that it is not so raises NotAlike.
         tick: told of every step that a rank is done with.
         whole_warm_up: whether the first step is as long as the other.
     """
 
     make_model: Callable[[], Any]
     plan: Plan
-    alike: tuple[str, ...] = ()
+    classes: Classes = field(default_factory=dict)
     tick: Callable[[], None] = lambda: None
     whole_warm_up: bool = False
 
     def __call__(self, rank: Rank) -> Any:
         plan = self.plan
         dist = parallelize(self.make_model(), plan, rank)
-        check_alike(dist, self.alike)
+        check_alike(dist, self.classes)
         optimizer = dist.optimizer(FusedAdamW)
         microbatches = plan.accumulated() if self.whole_warm_up else warm_up_microbatches(plan)
         loss = None
@@ -57,8 +57,9 @@ class Step:
 
 
 def batch_of(plan: Plan, microbatches: int) -> Batch:
-    """A batch of so many of a step's microbatches: shapes alone, every label counts."""
-    rows = plan.global_batch // plan.accumulated() * microbatches
+    """A step's batch, or one of fewer of its microbatches: shapes alone, every label counts."""
+    whole = plan.accumulated()
+    rows = plan.global_batch if microbatches == whole else plan.global_batch // whole * microbatches
     x = torch.empty(rows, plan.seq, dtype=torch.int64, device="meta")
     return Batch(x, x, tokens=rows * plan.seq)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from emu.parallel import Plan
 from emu.run import Run
-from emu.simulation.alike import NotAlike, alike_axes, representatives
+from emu.simulation.alike import Classes, NotAlike, classes_of, everyone, weights
 from emu.simulation.asked import Asked, asked
 from emu.simulation.outcome import Simulated
 from emu.simulation.program import Step, warm_up_microbatches
@@ -49,25 +49,26 @@ def simulate(
     """
     wanted = asked(model, plan, cluster)
     plan = wanted.plan
-    alike = () if all_ranks else alike_axes(plan, wanted.mesh.on)
+    classes = everyone(plan) if all_ranks else classes_of(plan, wanted.mesh.on)
     while True:
         try:
-            return _run(wanted, alike, progress)
+            return _run(wanted, classes, progress)
         except NotAlike as error:
             told: Any = error
-            alike = tuple(axis for axis in alike if axis != told.axis)
+            classes = told.classes
 
 
-def _run(wanted: Asked, alike: tuple[str, ...], progress: Callable[[int, int], None]) -> Simulated:
+def _run(wanted: Asked, classes: Classes, progress: Callable[[int, int], None]) -> Simulated:
     plan, mesh = wanted.plan, wanted.mesh
-    ranks = representatives(plan, alike)
+    stand_for = weights(mesh, classes)
+    ranks = sorted(stand_for)
     _check_effort(wanted, ranks)
     done, total = iter(range(1, 1_000_000)), 2 * len(ranks)
     progress(0, total)
-    step = Step(wanted.make, plan, alike, lambda: progress(next(done), total))
+    step = Step(wanted.make, plan, classes, lambda: progress(next(done), total))
     virtual = run_virtual(step, mesh, capacity_bytes=None, meta=True, ranks=ranks)
     results = dict(zip(virtual.trace.ranks, virtual.results))
-    return Simulated(Run(step, mesh, mesh.on, results, virtual.trace, plan.launch_mode), wanted)
+    return Simulated(Run(step, mesh, mesh.on, results, virtual.trace, plan.launch_mode), wanted, stand_for)
 
 
 def _check_effort(wanted: Asked, ranks: list[int]) -> None:

@@ -88,6 +88,13 @@ def test_operations_are_counted_once_on_whatever_mesh(shape: Config, mesh: str) 
     assert "recomputation out" in run.metrics.flops_convention
 
 
+def test_ranks_with_more_rows_count_for_no_more_ranks_than_they_are() -> None:
+    """7 sequences on 4 ranks, in microbatches of 1: one of the ranks has 1, and those with 2 are run by one of them."""
+    run = simulated(LLAMA, "dp=4", global_batch=7, microbatches=2)
+    assert len(run.trace.ranks) == 2
+    assert flops(run) == pytest.approx(3 * LLAMA.flops(7, S), rel=1e-12)
+
+
 def test_recomputation_counts_in_hfu_alone() -> None:
     run = simulated(LLAMA, "dp=2", global_batch=B, checkpoint="full")
     block, whole = LLAMA.block_flops(B, S), LLAMA.flops(B, S)
