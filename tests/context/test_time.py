@@ -15,6 +15,7 @@ from emu.trace.events import Alloc, Free, Kernel, Mark, Recategorise
 from .cases import Case
 
 LONG, HEADS, KV_HEADS, HEAD_DIM = 16384, 32, 8, 128
+LONGER = 8 * LONG  # so long that a rank's pieces are long beside attention's blocks, whose ends cost time
 
 
 @cache
@@ -62,9 +63,10 @@ def test_an_all_gather_hides_nothing():
     assert metrics.exposed_comm_s > 0.8 * metrics.comm_s
 
 
-def test_without_communication_a_balanced_ring_takes_as_long():
+def test_without_communication_a_balanced_ring_gains_only_what_it_takes_of_the_cores():
     run = timed("zigzag")
-    assert run.without("cp.ring_shift").metrics.step_time_s > 0.97 * run.metrics.step_time_s
+    without = run.without("cp.ring_shift").metrics.step_time_s / run.metrics.step_time_s
+    assert 1 - emu.cluster("h100-8").chip.overlap_loss < without <= 1
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -73,15 +75,16 @@ def test_time_follows_the_largest_share(backward):
 
     With a block per step the ring waits at every step: rank i has work from step 0 to i only, so the last rank's is the step.
     """
-    zigzag, ring = timed("zigzag", backward=backward), timed("ring", backward=backward)
-    cuts = {kind: make_cut(kind, LONG, 8) for kind in ("zigzag", "ring")}
+    zigzag, ring = timed("zigzag", LONGER, backward=backward), timed("ring", LONGER, backward=backward)
+    cuts = {kind: make_cut(kind, LONGER, 8) for kind in ("zigzag", "ring")}
     largest = {kind: max(cut.work(i) for i in range(8)) for kind, cut in cuts.items()}
     assert largest["ring"] / largest["zigzag"] == pytest.approx(15 / 8, rel=1e-3)
     ratio = ring.metrics.step_time_s / zigzag.metrics.step_time_s
     assert ratio == pytest.approx(largest["ring"] / largest["zigzag"], rel=0.05)
-    for i in range(8):  # and each rank's own time follows its share
+    alone = ring.without("cp.ring_shift")  # which takes cores from some of a rank's kernels and not from others
+    for i in range(8):  # and each rank's own time follows its share, but for the half-empty blocks of the first
         share = cuts["ring"].work(i) / largest["ring"]
-        assert attends_s(ring, i) / attends_s(ring, 7) == pytest.approx(share, rel=0.02)
+        assert attends_s(alone, i) / attends_s(alone, 7) == pytest.approx(share, rel=0.03)
 
 
 def test_time_follows_the_largest_share_of_packed_documents():

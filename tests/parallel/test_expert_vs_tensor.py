@@ -4,8 +4,8 @@ A study of one Mixtral-shaped layer on the 8 H100 of a node, in shapes, priced. 
 
 * bytes: fewer if and only if k < n. With top-2 on 2 ranks, or top-8 on 8, the saving is gone.
 * time, even routing: faster wherever k < n, and more than its bytes say, since a rank handles its own tokens' copies, and
-  not those of all n ranks.
-* skew: a step waits for the busiest rank. The bytes alone pay for an imbalance of 1.17, all in all of about 1.5.
+  not those of all n ranks; and because whole experts' products are wider, and so reach more, than parts of them.
+* skew: a step waits for the busiest rank. The bytes alone pay for an imbalance of 1.14, all in all of about 1.5.
 * few tokens: its communication takes longer although it moves less; it has one more exchange, of counts.
 * across nodes: an exchange sends every copy through its own rank's card, a ring crosses once: k < n is not enough.
 """
@@ -22,7 +22,7 @@ from emu.cost import sent_bytes
 from emu.models import Config
 from emu.models.routing import declared
 from emu.spmd import gather_shards, reduce_to_shards
-from emu.trace.events import Collective
+from emu.trace.events import Collective, Kernel
 
 from .moe_programs import Case, shape, spread
 
@@ -99,6 +99,12 @@ def products_s(run, rank=0):
     return sum(s.end_s - s.start_s for s in spans if events[s.index].dims)
 
 
+def large_products_s(run, rank=0):
+    """The same if all were large: as the closed form has it, which knows no shapes."""
+    flops = sum(e.flops for e in run.trace.events[rank] if isinstance(e, Kernel) and e.dims)
+    return flops / emu.cluster("h100-8").chip.flops_per_s("bfloat16")
+
+
 def step_s(*how, **options):
     return run_of(*how, **options).metrics.step_time_s
 
@@ -170,8 +176,11 @@ def test_with_even_routing_whole_experts_are_faster_by_more_than_their_bytes():
     saved = communication_s(run_of("tp")) - communication_s(run_of("ep"))
     assert 0 < saved < 0.3 * (tp - ep)  # most of the rest: rows of all ranks' tokens, copied, activated and added up
     # The products are the same work, but for the router's, which sees all tokens where they are gathered first.
-    assert products_s(run_of("ep")) == pytest.approx(products_s(run_of("etp")), rel=1e-6)
-    assert products_s(run_of("ep")) == pytest.approx(products_s(run_of("tp")), rel=0.03)
+    assert large_products_s(run_of("ep")) == pytest.approx(large_products_s(run_of("etp")), rel=1e-6)
+    assert large_products_s(run_of("ep")) == pytest.approx(large_products_s(run_of("tp")), rel=0.03)
+    # But an eighth of an expert is narrow: more of it is the start and the end of tiles.
+    for how in ("etp", "tp"):
+        assert 1.02 * products_s(run_of("ep")) < products_s(run_of(how)) < 1.25 * products_s(run_of("ep"))
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 4])
@@ -191,7 +200,7 @@ def test_with_as_many_choices_as_ranks_nothing_is_saved_on_links(ranks, top_k):
     assert closed.break_even_imbalance(layer, ranks, emu.cluster("h100-8")) <= 1
 
 
-SKEWS = {"zipf:0.1": 1.14, "zipf:0.15": 1.21, "zipf:0.3": 1.46, "zipf:0.4": 1.64, "zipf:1.2": 3.43}
+SKEWS = {"zipf:0.05": 1.07, "zipf:0.15": 1.21, "zipf:0.3": 1.46, "zipf:0.4": 1.64, "zipf:1.2": 3.43}
 
 
 @pytest.mark.parametrize("routing", SKEWS)
@@ -200,15 +209,16 @@ def test_products_and_bytes_alone_pay_for_the_imbalance_of_the_closed_form(routi
     assert p == pytest.approx(SKEWS[routing], abs=0.01)
     ep, tp = run_of("ep", routing=routing), run_of("tp", routing=routing)
     limit = closed.break_even_imbalance(MIXTRAL, 8, emu.cluster("h100-8"))
-    assert limit == pytest.approx(1.17, abs=0.01)
-    faster = products_s(ep) + communication_s(ep) < products_s(tp) + communication_s(tp)
+    assert limit == pytest.approx(1.14, abs=0.02)
+    faster = large_products_s(ep) + communication_s(ep) < large_products_s(tp) + communication_s(tp)
     assert faster == (p < limit)
 
 
 def test_all_in_all_whole_experts_lose_to_skew_at_half_as_much_again():
     """Handling rows counted, too: the crossing lies between imbalances of 1.46 and 1.64."""
     tp = step_s("tp")
-    assert step_s("tp", routing="zipf:1.2") == pytest.approx(tp)  # does not feel it
+    # Tensor parallelism hardly feels it: experts' rows fill other numbers of tiles.
+    assert step_s("tp", routing="zipf:1.2") == pytest.approx(tp, rel=0.02)
     assert step_s("ep", routing="zipf:0.3") < tp < step_s("ep", routing="zipf:0.4")
     assert step_s("ep", routing="zipf:1.2") > 2 * tp
 

@@ -54,7 +54,7 @@ def test_reductions_of_buckets_hide_behind_backward_and_one_of_everything_cannot
 
 
 def test_with_little_to_compute_nothing_hides_communication():
-    assert exposed(FEW_ROWS) > 0.5
+    assert exposed(FEW_ROWS) > 0.4
 
 
 @pytest.mark.parametrize("zero", [1, 2])

@@ -106,9 +106,9 @@ def test_a_legend_lists_what_can_be_seen_and_nothing_else(make):
 
 def test_a_window_shows_only_what_lies_in_it(make):
     timeline = make.priced()
-    drawn = boxes(timeline_figure(timeline, ranks=[1], window=(0.010, 0.020)))
+    drawn = boxes(timeline_figure(timeline, ranks=[1], window=(0.012, 0.020)))
     assert "forward" not in drawn and "backward" in drawn
-    assert all(bars[:, 0].min() >= 10 - 1e-9 and bars[:, 1].max() <= 20 + 1e-9 for bars in drawn.values())
+    assert all(bars[:, 0].min() >= 12 - 1e-9 and bars[:, 1].max() <= 20 + 1e-9 for bars in drawn.values())
     with pytest.raises(ValueError, match="ends before it begins"):
         timeline_figure(timeline, window=(2.0, 1.0))
 
