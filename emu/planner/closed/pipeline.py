@@ -63,8 +63,9 @@ def _gpipe_s(w: Workload, stages: Sequence[StageTime], microbatches: int) -> flo
 def _one_f_one_b_s(w: Workload, stages: Sequence[StageTime], microbatches: int) -> float:
     """The longest that a stage is at work or waits, over stages.
 
-    It waits for the stages before it, as they fill and as they empty; and, for its first backward and after its last
-    forward, for all stages behind it, while it does the forwards, or backwards, that it has in flight.
+    It waits for the stages before it, as they fill and as they empty. Before its first backward it waits for all stages
+    behind it, less what its forwards in flight take; after its last forward likewise, less its backwards in flight. With
+    so few micro-batches that all are in flight, backwards then come as the slowest stage behind it sends them.
     """
     longest, before, behind = 0.0, 0.0, sum(stage.whole for stage in stages)
     for i, stage in enumerate(stages):
@@ -72,6 +73,9 @@ def _one_f_one_b_s(w: Workload, stages: Sequence[StageTime], microbatches: int) 
         meanwhile = min(microbatches, len(stages) - i) - 1
         filling = max(0.0, behind - meanwhile * stage.forward)
         emptying = max(0.0, behind - meanwhile * stage.backward)
+        if microbatches <= len(stages) - i:
+            slowest = max((other.whole for other in stages[i + 1 :]), default=0.0)
+            emptying = meanwhile * max(0.0, slowest - stage.backward)
         longest = max(longest, before + microbatches * stage.whole + filling + emptying)
         before += stage.whole
     return longest
