@@ -446,7 +446,8 @@ show(validated_figure([Point(pair.source, pair.measured, pair.predicted) for pai
 # %% [markdown]
 # The line is what was measured; the band is the error that emu promises in the median. Points far away are worth a look:
 # often the source says too little of what it ran. `emu validate` prints the worst ones, and errors by source and by kind of
-# parallelism.
+# parallelism. (An honest reader asks: did nobody look at these runs while the formulas were written? They did, though no
+# number was fitted to them. On runs that nobody has seen expect somewhat more.)
 #
 # ## 10. Your own cluster
 #
