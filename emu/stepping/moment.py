@@ -16,7 +16,7 @@ from emu.stepping.chunks import Walk, walked
 from emu.stepping.history import History
 from emu.stepping.ops import Op
 from emu.stepping.situation import Situation, so_far
-from emu.stepping.tensors import Held, frames_of, held
+from emu.stepping.tensors import Held, copied, frames_of, held
 from emu.trace.events import Collective, Transfer
 from emu.trace.trace import Trace
 
@@ -82,7 +82,7 @@ class Moment:
         return RankMoment(self, rank)
 
     def tensor(self, name: str) -> dict[int, Tensor]:
-        """The values of a tensor on every rank that has one of this name.
+        """The values of a tensor on every rank that has one of this name, and has its values.
 
         Raises:
             EmuError: none has; names those that are near.
@@ -90,8 +90,9 @@ class Moment:
         found = {}
         for rank in self.history.ranks:
             tensors = held(self._standing(self.index), rank)
-            if name in tensors:
-                found[rank] = tensors[name][1].detach().clone()
+            value = copied(tensors[name][1]) if name in tensors else None
+            if value is not None:
+                found[rank] = value
         return found or {rank: self.rank(rank).tensor(name) for rank in self.history.ranks[:1]}
 
     def alike(self, name: str) -> dict[str, bool]:
@@ -207,7 +208,7 @@ class RankMoment:
         """The values of a tensor, as a copy.
 
         Raises:
-            EmuError: it holds none of this name; says which are near.
+            EmuError: it holds none of this name, and which are near; or its memory is freed.
         """
         found = held(self.moment._standing(self.moment.index), self.rank)
         if name not in found:
@@ -218,7 +219,13 @@ class RankMoment:
             if self.moment.error is None and self.moment.op is None:
                 hint = "its program has ended, and what it held is gone: step back first"
             raise EmuError(f"rank {self.rank} holds no tensor {name!r} before step {self.moment.index}", hint)
-        return found[name][1].detach().clone()
+        value = copied(found[name][1])
+        if value is None:
+            raise EmuError(
+                f"rank {self.rank} holds no values of {name!r} before step {self.moment.index}: their memory is freed",
+                "a parameter in shards is whole only while its unit computes: go on to there, e.g. until('blocks.0')",
+            )
+        return value
 
     def __repr__(self) -> str:
         from emu.stepping.text import rank_text

@@ -23,6 +23,7 @@ from emu.virtual.lines import is_emus, user_frame
 
 if TYPE_CHECKING:
     from emu.stepping.execution import Execution
+    from emu.virtual.device import VirtualDevice
 
 DEEP = 3  # how far lists, dicts and objects are looked into
 _FAST_LOCALS = 1  # CO_OPTIMIZED: the variables of a function, not a module's
@@ -34,7 +35,8 @@ class Held:
 
     Attributes:
         name: what the program calls it: "layers.0.w", "layers.0.w.grad", "x", "optimizer state of w: exp_avg".
-        shape, dtype, bytes: of it; views share memory, which is counted once in `Moment.hbm`.
+        shape, dtype, bytes: of it; views share memory, which is counted once in `RankMoment.hbm`. Of a parameter whose memory
+            is freed, because it is in shards and its unit does not compute just now, the bytes are 0.
         category: of its memory; "host" if it is none of the device's.
         layout: how it relates to the whole, where the program's wrappers say so.
         requires_grad: whether it learns.
@@ -54,7 +56,8 @@ class Held:
 
     def __str__(self) -> str:
         layout = f" {self.layout}" if self.layout else ""
-        return f"{self.name}: {self.dtype}{list(self.shape)} {self.category}{layout}"
+        gone = ", in shards and not whole now" if self.shape and not self.bytes and 0 not in self.shape else ""
+        return f"{self.name}: {self.dtype}{list(self.shape)} {self.category}{layout}{gone}"
 
 
 def held(execution: Execution, rank: int) -> dict[str, tuple[Held, Tensor]]:
@@ -74,18 +77,32 @@ def held(execution: Execution, rank: int) -> dict[str, tuple[Held, Tensor]]:
             names.value(name, value, frame.f_code.co_name)
             layouts.update(_layouts(value))
         variables.clear()
-    found = {}
-    for name, t in names.found.items():
-        if t.layout is not torch.strided:
-            continue
-        block = getattr(t.untyped_storage(), "_emu", None)
-        if block is not None and block.ledger is not device.ledger:
-            continue  # another rank's, through a closure
-        category = block.category if type(block) is Block else "host" if block is None else "temporary"
-        layout = layout_text(layouts.get(name.removesuffix(".grad")))
-        about = Held(name, tuple(t.shape), name_of(t.dtype), t.nbytes, category, layout, t.requires_grad)
-        found[name] = (about, t)
-    return found
+    with torch._C.DisableTorchFunctionSubclass():  # an absent parameter refuses every use
+        return {name: (about, t) for name, t in names.found.items() if (about := _about(device, name, t, layouts))}
+
+
+def _about(device: VirtualDevice, name: str, t: Tensor, layouts: Mapping[str, Layout]) -> Held | None:
+    """What to say of a tensor; None of one that is not this rank's."""
+    if t.layout is not torch.strided:
+        return None
+    block = getattr(t.untyped_storage(), "_emu", None)
+    if block is not None and block.ledger is not device.ledger:
+        return None  # another rank's, through a closure
+    category = block.category if type(block) is Block else "host" if block is None else "temporary"
+    size = 0 if is_freed(t) else t.nbytes
+    layout = layout_text(layouts.get(name.removesuffix(".grad")))
+    return Held(name, tuple(t.shape), name_of(t.dtype), size, category, layout, t.requires_grad)
+
+
+def is_freed(t: Tensor) -> bool:
+    """Whether its memory is given back, though somebody still has it: a parameter in shards, outside of its unit."""
+    return t.numel() > 0 and not t.is_meta and not t.untyped_storage().nbytes()
+
+
+def copied(t: Tensor) -> Tensor | None:
+    """The values of a tensor, apart from it; None where its memory is freed."""
+    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():  # an absent parameter refuses every use
+        return None if is_freed(t) else t.detach().clone()
 
 
 def frames_of(execution: Execution, rank: int) -> list[FrameType]:
@@ -152,8 +169,10 @@ class _Names:
         while unique in self.found:
             unique, n = f"{name} ({n})", n + 1
         self.found[unique], self._known[id(t)] = t, unique
-        if t.is_leaf and t.requires_grad and t.grad is not None:
-            self.add(f"{unique}.grad", t.grad)
+        with torch._C.DisableTorchFunctionSubclass():
+            grad = t.grad if t.is_leaf and t.requires_grad else None
+        if grad is not None:
+            self.add(f"{unique}.grad", grad)
 
     def module(self, path: str, module: nn.Module) -> None:
         if id(module) in self._modules:

@@ -251,3 +251,21 @@ def test_memory_that_is_full():
         with pytest.raises(emu.VirtualOutOfMemory):
             to_end(s)
         assert s.rank(0).hbm["activations"] == 4000 and "small" in s.rank(0).tensors()
+
+
+def test_a_parameter_in_shards_is_told_and_has_values_only_while_its_unit_computes():
+    def sharded(rank):
+        dist = emu.DataParallel(Decoder(config("gpt-tiny"), seed=0), rank, "dp", zero=3)
+        x = torch.zeros(1, 8, dtype=torch.long)
+        dist.loss_sum(x, x).backward()
+
+    name = "blocks.3.mlp.up.weight"
+    with emu.step(sharded, emu.Mesh(dp=2)) as s:
+        s.until("blocks.0")
+        about = s.rank(0).tensors(name)[name]
+        assert about.bytes == 0 and "not whole now" in str(about)
+        with pytest.raises(EmuError, match="their memory is freed"):
+            s.rank(0).tensor(name)
+        s.until("blocks.3.mlp")
+        rank = s.op.rank
+        assert s.rank(rank).tensor(name).shape == about.shape and s.rank(rank).tensors(name)[name].bytes > 0
