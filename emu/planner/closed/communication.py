@@ -20,34 +20,47 @@ DISPATCH_S = 30e-6
 
 
 class LayerMessages(NamedTuple):
-    """Exposed seconds of a layer's messages, one direction, one micro-batch.
+    """Exposed seconds of a layer's messages for one micro-batch.
 
-    tensor: each of forward and backward; context_forward, context_backward: of rings of keys and values; experts: of
-    dispatch and combine, each of forward and backward.
+    tensor_forward, tensor_backward: of tensor parallelism; context_forward, context_backward: of rings of keys and values;
+    experts: of dispatch and combine, each of forward and backward.
     """
 
-    tensor: float
+    tensor_forward: float
+    tensor_backward: float
     context_forward: float
     context_backward: float
     experts: float
 
 
 def layer_messages(
-    w: Workload, prices: Prices, micro_batch: int, attention_forward_s: float, attention_backward_s: float, expert: bool
+    w: Workload, prices: Prices, micro_batch: int, attention_s: tuple[float, float], weight_s: float, expert: bool
 ) -> LayerMessages:
-    """What a layer's messages add to its time, given how long its attention takes."""
+    """What a layer's messages add to its time, given how long its attention (forward, backward) and weights' gradients take."""
     tokens = w.seq * micro_batch / w.cp
-    forward, backward = _ring(w, prices, tokens, attention_forward_s, attention_backward_s)
+    forward, backward = _ring(w, prices, tokens, *attention_s)
     experts = 2 * all_to_all_s(w, prices, tokens) if expert else 0.0
-    return LayerMessages(tensor_s(w, prices, tokens), forward, backward, experts)
+    return LayerMessages(*tensor_s(w, prices, tokens, weight_s), forward, backward, experts)
 
 
-def tensor_s(w: Workload, prices: Prices, tokens: float) -> float:
-    """Two all-reduces of a layer's activations, or all-gather and reduce-scatter twice: exposed seconds of a direction."""
-    whole = tokens * w.hidden * ELEMENT
-    kinds = ("all_gather", "reduce_scatter") if w.sp else ("all_reduce",)
-    seconds = 2 * sum(prices.moving_s(kind, whole, w.tp, in_node(w, w.tp)) for kind in kinds)
-    return seconds * (prices.software["software.exposed_tensor"] if "tensor" in prices.stack.overlaps else 1.0)
+def tensor_s(w: Workload, prices: Prices, tokens: float, weight_s: float) -> tuple[float, float]:
+    """Exposed seconds of each direction: two all-reduces of a layer's activations, or all-gather and reduce-scatter twice.
+
+    In backward, where software lets them ("weights"), the sums over ranks run beside the weights' gradients, which they
+    slow.
+    """
+    if w.tp == 1:
+        return 0.0, 0.0
+    whole, near = tokens * w.hidden * ELEMENT, in_node(w, w.tp)
+    gathered = 2 * prices.moving_s("all_gather", whole, w.tp, near) if w.sp else 0.0
+    summed = 2 * prices.moving_s("reduce_scatter" if w.sp else "all_reduce", whole, w.tp, near)
+    if "tensor" in prices.stack.overlaps:
+        exposed = (gathered + summed) * prices.software["software.exposed_tensor"]
+        return exposed, exposed
+    if "weights" in prices.stack.overlaps:
+        beside = max(0.0, summed - weight_s) + prices.chip.overlap_loss * min(summed, weight_s)
+        return gathered + summed, gathered + beside
+    return gathered + summed, gathered + summed
 
 
 def _ring(w: Workload, prices: Prices, tokens: float, forward_s: float, backward_s: float) -> tuple[float, float]:

@@ -27,8 +27,9 @@ class Stack:
         spelled_norms: whether RMS norms are written out in float32, a kernel for each operation (gated models only).
         launch: the constant for what the host takes to launch a kernel; "" where whole programs are launched.
         hosts_wait: whether every host of a tensor-parallel group waits for the slowest in each collective.
-        overlaps: what runs beside compute: "tensor" (collectives within a layer, in pieces), "data" (gradients and
-            gathers of parameters), "pipeline" (sends between stages).
+        overlaps: what runs beside compute: "tensor" (collectives within a layer, in pieces), "weights" (of them, sums of
+            inputs' gradients alone, beside weights' gradients), "data" (gradients and gathers of parameters), "pipeline"
+            (sends between stages).
         gradient_bytes: of an element in data parallelism's reduction.
         sharded_gradient_bytes: the same under FSDP.
         gathers_fp8: whether FSDP gathers parameters in fp8 where products are.

@@ -36,15 +36,15 @@ class LayerTime(NamedTuple):
 def layer_time(w: Workload, prices: Prices, work: tuple[Work, ...], micro_batch: int, expert: bool) -> LayerTime:
     """A layer's time from its kernels."""
     forward, into, weight = (prices.all_s(work, phase) for phase in ("forward", "input", "weight"))
-    attention_f, attention_b = _attention_s(prices, work)
-    messages = layer_messages(w, prices, micro_batch, attention_f, attention_b, expert)
-    device_f = forward + messages.tensor + messages.context_forward + messages.experts
-    device_b = into + weight + messages.tensor + messages.context_backward + messages.experts
+    attention = _attention_s(prices, work)
+    messages = layer_messages(w, prices, micro_batch, attention, weight, expert)
+    device_f = forward + messages.tensor_forward + messages.context_forward + messages.experts
+    device_b = into + weight + messages.tensor_backward + messages.context_backward + messages.experts
     again = {
         "none": 0.0,
         "full": device_f,
         "every-other-layer": device_f / 2,
-        "selective": attention_f,
+        "selective": attention[0],
         "per-op": PER_OP_AGAIN * forward,
     }[w.recompute]
     host_f, host_b = host_s(w, prices, expert)
@@ -61,7 +61,7 @@ def layer_time(w: Workload, prices: Prices, work: tuple[Work, ...], micro_batch:
         forward,
         into,
         weight,
-        2 * messages.tensor,
+        messages.tensor_forward + messages.tensor_backward,
         messages.context_forward + messages.context_backward,
         2 * messages.experts,
         again,
