@@ -88,15 +88,23 @@ def _about(device: VirtualDevice, name: str, t: Tensor, layouts: Mapping[str, La
     block = getattr(t.untyped_storage(), "_emu", None)
     if block is not None and block.ledger is not device.ledger:
         return None  # another rank's, through a closure
-    category = block.category if type(block) is Block else "host" if block is None else "temporary"
-    size = 0 if is_freed(t) else t.nbytes
+    gone = is_freed(t)
+    category = block.category if type(block) is Block else "temporary" if block is not None else "host"
+    if gone and isinstance(t, nn.Parameter):
+        category = "parameters"
+    size = 0 if gone else t.nbytes
     layout = layout_text(layouts.get(name.removesuffix(".grad")))
-    return Held(name, tuple(t.shape), name_of(t.dtype), size, category, layout, t.requires_grad)
+    return Held(name, shape_of(t), name_of(t.dtype), size, category, layout, t.requires_grad)
 
 
 def is_freed(t: Tensor) -> bool:
     """Whether its memory is given back, though somebody still has it: a parameter in shards, outside of its unit."""
-    return t.numel() > 0 and not t.is_meta and not t.untyped_storage().nbytes()
+    return 0 not in shape_of(t) and not t.is_meta and not t.untyped_storage().nbytes()
+
+
+def shape_of(t: Tensor) -> tuple[int, ...]:
+    """Its shape; of a parameter in shards, that of the whole."""
+    return tuple(getattr(t, "_emu_shape", None) or t.shape)
 
 
 def copied(t: Tensor) -> Tensor | None:
