@@ -36,7 +36,6 @@ class Free:
     """A number that the fit may move.
 
     Args:
-        name: as it is shown.
         kinds: of links in links.toml that have it in common.
         field: of the link, or protocol and field, as in "LL128.latency_s".
         prior, width: where it is held, and how loosely.

@@ -6,7 +6,7 @@ protocols is none of NCCL's: it has latency and bandwidth alone, as in textbooks
 
 from __future__ import annotations
 
-from dataclasses import replace
+from math import frexp
 
 from emu.hardware import Cluster, Link, Protocol
 
@@ -56,20 +56,8 @@ def tree_share(name: str, size_bytes: float) -> float:
     table = _TREE_BY_SIZE.get(name, (1,))
     if size_bytes < 64:
         return float(table[0])
-    exponent, mantissa = divmod_log2(size_bytes / 64)
-    if exponent + 1 >= len(table):
+    half, exponent = frexp(size_bytes / 64)
+    below, beyond = exponent - 1, 2 * half - 1  # the whole power of two, and how far it is to the next
+    if below + 1 >= len(table):
         return float(table[-1])
-    return table[exponent] + (table[exponent + 1] - table[exponent]) * mantissa
-
-
-def divmod_log2(value: float) -> tuple[int, float]:
-    """The whole power of two in a number from 1, and how far it is to the next, 0 to 1."""
-    from math import frexp
-
-    fraction, exponent = frexp(value)
-    return exponent - 1, 2 * fraction - 1
-
-
-def without_protocols(link: Link) -> Link:
-    """The link as a textbook has it."""
-    return replace(link, protocols=())
+    return table[below] + (table[below + 1] - table[below]) * beyond
