@@ -9,7 +9,7 @@ import pytest
 from emu.cost import PricingError, transfer_s
 from emu.cost.collectives import Level, choose, moving_s, place, place_evenly
 from emu.cost.collectives.axes import Axis
-from emu.hardware import Cluster, Fabric, Node, Topology
+from emu.hardware import Cluster, Fabric, Node, Protocol, Topology
 from emu.hardware import cluster as preset
 from emu.trace.events import Transfer
 
@@ -234,3 +234,12 @@ def test_pipes_of_the_network_fill_for_every_kind_that_crosses_it(toy):
         assert moving_s(kind, 10**6, at, slow) - moving_s(kind, 10**6, at, plain) == pytest.approx(0.5)
         inside = place(range(4), plain)
         assert moving_s(kind, 10**6, inside, slow) == moving_s(kind, 10**6, inside, plain)
+
+
+def test_links_without_a_protocol_in_common_meet_as_textbooks_have_it(toy):
+    plain = toy.cluster(nodes=2, per_node=4)
+    only = [Protocol(name, 0.0, toy.alpha_s, toy.alpha_s, 0.5) for name in ("LL", "LL128")]
+    up, out = (toy.replace(link, protocols=(p,)) for link, p in zip((plain.node.scale_up, plain.scale_out), only))
+    odd = toy.replace(plain, node=toy.replace(plain.node, scale_up=up), scale_out=out)
+    at = place(range(8), plain)
+    assert choose("all_gather", 10**6, at, odd) == choose("all_gather", 10**6, at, plain)

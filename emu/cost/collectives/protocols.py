@@ -32,7 +32,8 @@ def protocols_of(placement_nodes: int, cluster: Cluster) -> list[tuple[Protocol,
     if placement_nodes == 1:
         return [(p, p) for p in inside]
     between = {p.name: p for p in (out.protocols or (out.simple,))}
-    return [(p, between[p.name]) for p in inside if p.name in between]
+    both = [(p, between[p.name]) for p in inside if p.name in between]
+    return both or [(up.simple, out.simple)]
 
 
 def is_nccl(link: Link) -> bool:
