@@ -87,43 +87,50 @@ def check_alike(dist: Any, classes: Classes) -> None:
     Args:
         dist: the distributed model on this rank.
     """
-    for axis, told in (("dp", lambda place: _shards(dist, "dp", place)), ("tp", lambda place: _pieces(dist, place))):
+    for axis, held in (("dp", _shards), ("tp", _pieces)):
         given = classes.get(axis, ())
         if all(len(places) == 1 for places in given):
             continue
-        finer = apart(given, told)
+        finer = apart(given, held(dist, axis).__getitem__)
         if finer != given:
             raise NotAlike(
                 f"ranks along {axis} hold different parts", "run one of each", classes={**classes, axis: finer}
             )
 
 
-def _shards(dist: Any, axis: str, place: int) -> tuple[int, ...]:
-    """How much of every vector that is cut over ranks is held at a place along an axis."""
-    coords = dist.rank.mesh.coords
-    return tuple(
-        cut
-        for shards in dist.vectors
-        if shards.place.stage
-        for member, cut in zip(shards.place.group.members, shards.flat.cuts)
-        if coords(member)[axis] == place
-    )
+def _shards(dist: Any, axis: str) -> list[tuple[Any, ...]]:
+    """At every place along an axis: how much is held there of every vector that is cut over ranks of several places."""
+    mesh = dist.rank.mesh
+    found: list[list[int]] = [[] for _ in range(mesh.axes[axis])]
+    places_of: dict[tuple[int, ...], list[int]] = {}
+    for shards in dist.vectors:
+        members = shards.place.group.members
+        if not shards.place.stage or len(set(shards.flat.cuts)) == 1:
+            continue
+        if members not in places_of:
+            places_of[members] = [mesh.coords(member)[axis] for member in members]
+        places = places_of[members]
+        if len(set(places)) > 1:
+            for place, cut in zip(places, shards.flat.cuts):
+                found[place].append(cut)
+    return [tuple(some) for some in found]
 
 
-def _pieces(dist: Any, place: int) -> tuple[Any, ...]:
-    """How large the piece of every parameter is that is held at a place along tp."""
-    found: list[Any] = [_shards(dist, "tp", place)]
-    if dist.sharding is None:
-        return tuple(found)
-    for name, held in dist.sharding.held.items():
-        placed = held.layout["tp"]
+def _pieces(dist: Any, axis: str) -> list[tuple[Any, ...]]:
+    """The same, and how large the piece of every parameter is that is held there: of tp."""
+    ranks, sharding = dist.rank.mesh.axes[axis], dist.sharding
+    found: list[list[Any]] = [[some] for some in _shards(dist, axis)]
+    for name, held in sharding.held.items() if sharding is not None else ():
+        placed = held.layout[axis]
+        sizes: Any = [0] * ranks
         if held.kind == "experts":
-            found.append(place)  # who get different tokens
+            sizes = range(ranks)  # who get different tokens
         elif isinstance(placed, Shard):
-            length = dist.sharding.shapes[name][placed.dim]
-            found.append(split_sizes(length, dist.rank.mesh.axes["tp"])[place])
+            sizes = split_sizes(sharding.shapes[name][placed.dim], ranks)
         elif isinstance(placed, Slices):
             ranges = [part for parts in placed.ranges for part in parts]
-            lengths = tuple(stop - start for start, stop in placed.ranges[place])
-            found.append(place if len(set(ranges)) < len(ranges) else lengths)  # of what several hold, one counts it
-    return tuple(found)
+            shared = len(set(ranges)) < len(ranges)  # of what several hold, one counts it
+            sizes = range(ranks) if shared else [tuple(b - a for a, b in parts) for parts in placed.ranges]
+        for place, size in zip(found, sizes):
+            place.append(size)
+    return [tuple(some) for some in found]

@@ -93,7 +93,7 @@ def ran(mesh: str, on: Any = "h100-8", config: Any = LLAMA, **more: Any) -> list
 
 def test_which_ranks_run() -> None:
     assert ran("dp=8") == [0]
-    assert ran("dp=2,tp=4") == [0]
+    assert ran("dp=2,tp=4") == ran("dp=2,tp=4", zero=1) == ran("dp=2,tp=4", zero=3, sp=True) == [0]
     assert ran("dp=2,pp=2,tp=2", microbatches=2) == [0, 2]  # a rank of each stage
     assert ran("tp=2,cp=4") == [0, 1, 2, 3]  # which attend to different pairs
     assert ran("dp=4", config=MOE, ep=2) == [0, 1, 2, 3]
