@@ -125,7 +125,7 @@ class Moment:
                 f"no collective has moved data before step {self.index}",
                 "go on to one: until('all_reduce'), then next()",
             )
-        return walked(carried, algorithm)
+        return walked(carried, algorithm, self.cluster)
 
     def timeline(self) -> Timeline:
         """The record so far, priced on the cluster: provisional, since what comes may contend for the same links.

@@ -7,7 +7,7 @@ the variables of the program's own functions. What autograd alone holds has no n
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from emu.spmd import Group, Layout, Rank
+from emu.spmd import Layout
+from emu.stepping.names import Names
 from emu.stepping.ops import described
 from emu.virtual.hbm import Block
 from emu.virtual.kernel import name_of
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from emu.stepping.execution import Execution
     from emu.virtual.device import VirtualDevice
 
-DEEP = 3  # how far lists, dicts and objects are looked into
 _FAST_LOCALS = 1  # CO_OPTIMIZED: the variables of a function, not a module's
 
 
@@ -65,18 +65,14 @@ def held(execution: Execution, rank: int) -> dict[str, tuple[Held, Tensor]]:
     device = execution.devices.get(rank)
     if device is None:
         return {}
-    names = _Names()
     frames = frames_of(execution, rank)
-    if device.tracker is not None:
-        for module, path in sorted(device.tracker.names._paths.items(), key=lambda item: item[1]):
-            names.module(path, module)
+    scopes = [(frame.f_code.co_name, _variables(frame)) for frame in frames]
+    paths = dict(device.tracker.names._paths.items()) if device.tracker is not None else {}
+    names = Names(scopes, paths)
     layouts: dict[str, Layout] = {}
-    for frame in frames:
-        variables = _variables(frame)
-        for name, value in variables.items():
-            names.value(name, value, frame.f_code.co_name)
+    for _, variables in scopes:
+        for value in variables.values():
             layouts.update(_layouts(value))
-        variables.clear()
     with torch._C.DisableTorchFunctionSubclass():  # an absent parameter refuses every use
         return {name: (about, t) for name, t in names.found.items() if (about := _about(device, name, t, layouts))}
 
@@ -158,64 +154,6 @@ def layout_text(layout: Layout | None) -> str:
     if layout is None:
         return ""
     return ", ".join(f"{axis}: {placement}" for axis, placement in layout.placements.items()) or "Replicate()"
-
-
-class _Names:
-    """Names for tensors; the first name that one gets is its name."""
-
-    def __init__(self) -> None:
-        self.found: dict[str, Tensor] = {}
-        self._known: dict[int, str] = {}
-        self._modules: set[int] = set()
-
-    def add(self, name: str, t: Tensor, owner: str = "") -> None:
-        if id(t) in self._known:
-            return
-        if name in self.found and owner:
-            name = f"{owner}.{name}"
-        unique, n = name, 2
-        while unique in self.found:
-            unique, n = f"{name} ({n})", n + 1
-        self.found[unique], self._known[id(t)] = t, unique
-        with torch._C.DisableTorchFunctionSubclass():
-            grad = t.grad if t.is_leaf and t.requires_grad else None
-        if grad is not None:
-            self.add(f"{unique}.grad", grad)
-
-    def module(self, path: str, module: nn.Module) -> None:
-        if id(module) in self._modules:
-            return
-        self._modules.add(id(module))
-        for name, t in (*module._parameters.items(), *module._buffers.items()):
-            if t is not None:
-                self.add(".".join(filter(None, (path, name))), t)
-
-    def value(self, name: str, value: Any, owner: str, depth: int = 0) -> None:
-        if isinstance(value, Tensor):
-            self.add(name, value, owner)
-        elif isinstance(value, nn.Module):
-            for path, part in value.named_modules():
-                self.module(path, part)
-        elif isinstance(value, torch.optim.Optimizer):
-            for p, state in list(value.state.items()):
-                of = self._known.get(id(p), "a parameter")
-                for key, t in state.items():
-                    self.value(f"{of}.{key}", t, owner, depth + 1)
-        elif depth < DEEP and not isinstance(value, (Rank, Group, type)):
-            for key, part in _parts(value):
-                self.value(f"{name}{key}", part, owner, depth + 1)
-
-
-def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """What is in a list, a dict, or an object: as Python writes it."""
-    if isinstance(value, dict):
-        yield from ((f"[{key!r}]", part) for key, part in list(value.items()))
-    elif isinstance(value, (list, tuple)):
-        yield from ((f"[{i}]", part) for i, part in enumerate(list(value)))
-    else:
-        made = getattr(value, "__dict__", None)
-        if isinstance(made, dict) and not callable(value):
-            yield from ((f".{key}", part) for key, part in list(made.items()) if not key.startswith("_"))
 
 
 def shown(t: Tensor) -> str:

@@ -157,7 +157,8 @@ def walk_text(walk: Walk) -> str:
     lines = [f"{walk.what} by {walk.algorithm}: {len(walk.given)} ranks, chunks of {', '.join(map(str, walk.cuts))}"]
     lines += [f"  rank {rank} gives {_numbers(x)}" for rank, x in walk.given.items()]
     for hop in walk.hops:
-        lines.append(f"hop {hop.number}: {hop.says}")
+        at = "" if hop.times_s is None else f" ({time_text(hop.times_s[0])} to {time_text(hop.times_s[1])})"
+        lines.append(f"hop {hop.number}{at}: {hop.says}")
         lines += [
             f"  {m.src} -> {m.dst}: chunk {m.chunk} {_numbers(m.values)}, to {'add' if m.does == 'add' else 'keep'}"
             for m in hop.moves

@@ -4,30 +4,32 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from step.stepped import ring, to_end
 
 import emu
 from emu import EmuError
+from emu.cost import collective_s
 from emu.spmd.calls import REDUCTIONS, Call
-from emu.stepping import chunks
-from emu.stepping.chunks import ORDER, walked
+from emu.stepping.algorithms import ORDER, WAYS
+from emu.stepping.chunks import walked
 from emu.stepping.meetings import Carried
 from emu.virtual.maths import PAIRWISE, carry_out
 
-WAYS = [(kind, way) for kind, ways in chunks.WAYS.items() for way in ways]
+ALL = [(kind, way) for kind, ways in WAYS.items() for way in ways]
 
 
 @st.composite
-def carried(draw, ways=WAYS):
+def carried(draw, ways=ALL, ops=REDUCTIONS):
     """A collective with random numbers, as float32, so that the order of sums shows; and what it computes."""
     kind, way = draw(st.sampled_from(ways))
     n = draw(st.integers(1, 6))
-    op = draw(st.sampled_from(REDUCTIONS)) if kind != "all_gather" else ""
+    op = draw(st.sampled_from(ops)) if kind != "all_gather" else ""
     root = draw(st.integers(0, n - 1)) if kind == "reduce" else -1
     dim, seed = draw(st.integers(0, 1)), draw(st.integers(0, 2**16))
     dtype = draw(st.sampled_from([torch.float32, torch.bfloat16]))
@@ -80,9 +82,12 @@ def ends_right(given: Carried, calls: list[Call], way: str) -> bool:
     return True
 
 
-@given(carried())
-def test_the_last_hop_leaves_what_the_collective_computes(case):
-    assert ends_right(*case)
+@pytest.mark.parametrize("op", REDUCTIONS)
+@pytest.mark.parametrize("way", ALL, ids="-".join)
+@settings(max_examples=8)
+@given(st.data())
+def test_the_last_hop_leaves_what_the_collective_computes(op, way, data):
+    assert ends_right(*data.draw(carried([way], [op])))
 
 
 def test_control_a_ring_that_adds_in_another_order_is_noticed(monkeypatch):
@@ -179,3 +184,15 @@ def test_what_has_no_walk_says_what_has():
         with pytest.raises(EmuError, match="has no walk by 'snake'") as caught:
             s.collective("snake")
         assert "ring" in caught.value.hint
+
+
+def test_hops_of_a_ring_take_the_time_that_the_collective_is_priced_at():
+    cluster = emu.cluster("h100-8")
+    with emu.step(ring, emu.Mesh(dp=4, on=cluster)) as s:
+        s.until("add")
+        times = [hop.times_s for hop in s.collective()]
+        assert all(a[1] == pytest.approx(b[0]) for a, b in pairwise(times))
+        event = next(e for e in s.history.events[0] if type(e).__name__ == "Collective")
+        assert times[-1][1] == pytest.approx(collective_s(event, cluster))
+        assert " µs to " in repr(s.collective())
+        assert all(hop.times_s is None for hop in s.collective("group order"))  # no network does that
