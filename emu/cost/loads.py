@@ -271,7 +271,8 @@ def _wires_of_group(event: Collective, cluster: Cluster, seconds: float) -> Iter
     lane = _lane_bytes_per_s(cluster)
     if lane is not None:
         for (where, source, target), size in wire_bytes(event, cluster).items():
-            yield (where, "wire", source, target), _share(size, seconds, lane)
+            if size:
+                yield (where, "wire", source, target), _share(size, seconds, lane)
 
 
 def _lane_bytes_per_s(cluster: Cluster) -> float | None:

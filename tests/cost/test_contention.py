@@ -80,6 +80,7 @@ def test_a_collective_that_waits_for_others_holds_cores(toy):
     done = timeline([early, late], gpu(toy.cluster()))
     assert done.spans[0][1].end_s == pytest.approx(1.0 + 0.25 * 0.4 + 0.5 * comm_s)
     assert done.spans[1][0].end_s == pytest.approx(0.4), "rank 1 has nothing beside its kernel"
+    assert done.spans[0][0].stretch_s == pytest.approx(0), "what waits is not stretched"
     elsewhere = timeline([early, late], with_chip(toy.cluster(), overlap_loss=0.5))
     assert elsewhere.spans[0][1].end_s == pytest.approx(1.0 + 0.5 * comm_s)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from emu.cost import NeverCompletes, PricingError, price
-from emu.hardware import HardwareError
-from emu.trace.events import Alloc, Mark
+from emu.cost import NeverCompletes, PricingError, kernel_s, price
+from emu.hardware import HardwareError, cluster
+from emu.trace.events import Alloc, Kernel, Mark
 from emu.trace.trace import Trace
 
 MB = 10**6
@@ -256,3 +256,11 @@ def test_a_trace_is_priced_again_elsewhere(toy):
     trace = Trace({"dp": 2}, {r: [toy.collective((0, 1), 0, MB, 1)] for r in range(2)})
     near, far = price(trace, toy.cluster()), price(trace, toy.cluster(nodes=2, per_node=1))
     assert far.step_time_s == pytest.approx(10 * near.step_time_s)
+
+
+def test_kernels_of_one_shape_in_different_passes_have_prices_of_their_own():
+    flash = Kernel("flash_attention", "", "forward", 10**12, 0, "bfloat16", (1, 4096, 4096, 128), "default")
+    there = cluster("h100")
+    both = [flash, flash._replace(phase="backward")]
+    times = [s.end_s - s.start_s for s in price(Trace({}, {0: both}), there, "graph").spans[0]]
+    assert times == pytest.approx([kernel_s(k, there.chip) for k in both]) and times[0] < times[1]
