@@ -12,6 +12,7 @@ import typer
 
 from emu.commands.clinic import clinic
 from emu.commands.demo import demo
+from emu.commands.export import export
 from emu.commands.run import run
 from emu.commands.simulate import simulate
 from emu.commands.step import step
@@ -25,7 +26,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (demo, verify, run, step, clinic, simulate, validate):
+for command in (demo, verify, run, step, clinic, simulate, validate, export):
     app.command()(command)
 
 
