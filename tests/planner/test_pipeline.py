@@ -77,6 +77,17 @@ def test_a_stage_much_slower_than_others_waits_less_where_it_stands_earlier(slow
     assert whole * (1 - 1e-9) <= found <= 1.03 * whole
 
 
+def test_a_stage_also_waits_after_its_last_forward():
+    """By hand: two stages that take 1 + 2 and 0.9 + 1.9 s, the first with two micro-batches of three in flight.
+
+    The first works 3 x 3 s; it waits 2.8 s for the other's first, less a forward of 1 s; and for its last, less a backward.
+    """
+    stages = [StageTime(1.0, 2.0, 1.0), StageTime(0.9, 1.9, 0.9)]
+    by_hand = 9 + (2.8 - 1) + (2.8 - 2)
+    assert makespan_s(workload(pp=2), stages, 3) == pytest.approx(by_hand)
+    assert walked("1f1b", stages, 3) == pytest.approx(by_hand)
+
+
 @given(uneven())
 def test_who_waits_for_the_receiver_never_gains_by_it(drawn):
     stages, microbatches = drawn

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from workloads import ideal, llama, mixtral, odd_workloads, on, workload
 
 from emu.hardware import HardwareError, fitted
-from emu.planner.closed import predict, stack
+from emu.planner.closed import Moe, predict, stack
 from emu.planner.closed.layer import layer_work
 from emu.planner.closed.sharding import beside_s
+from emu.planner.closed.step import prepare
 from emu.planner.closed.work import Attention
 
 SLACK = 1 + 1e-9
@@ -113,6 +114,7 @@ def test_tensor_parallelism_across_nodes_costs_more_than_within():
 def test_a_micro_batch_that_is_not_stated_is_the_fastest_that_divides_the_batch():
     w = llama(dp=8, global_batch=56, micro_batch=None)
     assert predict(w).micro_batch == 1, "seven sequences a rank: no other divides them"
+    assert [prepared.micro_batch for prepared in prepare(w)] == [1]
     w = llama(dp=8, global_batch=64, micro_batch=None)
     found = predict(w)
     assert found.step_s == min(step_s(w, micro_batch=n) for n in (1, 2, 4, 8))
@@ -175,3 +177,16 @@ def test_only_eager_gated_models_spell_out_their_norms():
 
     assert bytes_of(llama(stack="torchtitan")) > 2 * bytes_of(llama(stack="torchtitan-compiled"))
     assert bytes_of(workload(stack="torchtitan")) == bytes_of(workload(stack="llm-foundry"))
+
+
+def test_sums_beside_weights_gradients_are_hidden_as_far_as_these_last():
+    """Megatron-LM of 2022 against that of 2021, whose kernels are the same."""
+    run = {"tp": 8, "hidden": 12288, "heads": 96, "kv_heads": 96, "ffn": 49152, "chip": "a100"}
+    before, after = (predict(workload(stack=name, **run)) for name in ("megatron-2021", "megatron-2022"))
+    assert after.parts["kernels"] == before.parts["kernels"]
+    assert 0.4 * before.parts["tensor"] < after.parts["tensor"] < 0.8 * before.parts["tensor"]
+
+
+def test_products_of_unequal_experts_are_slower_where_none_is_dropped():
+    equal, unequal = (predict(mixtral(dp=8, ep=8, moe=Moe(8, 2, 16384, dropless=one))) for one in (False, True))
+    assert unequal.parts["kernels"] > 1.1 * equal.parts["kernels"]
