@@ -134,10 +134,10 @@ def test_shape_runs_leave_the_same_record(name):
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1"])
 def test_pipelines_take_no_longer_where_the_link_keeps_up(name, monkeypatch):
-    """Their last layer's activations come back while they wait for the gradient."""
+    """Their last layer's activations come back while they wait for the gradient: but for a trace of memory bandwidth."""
     there = on_link(1e10)
     plain_s = run(CASES[name], None, None).timeline(on=there).step_time_s
-    assert run(CASES[name], None, {}).timeline(on=there).step_time_s == pytest.approx(plain_s, rel=1e-9)
+    assert run(CASES[name], None, {}).timeline(on=there).step_time_s == pytest.approx(plain_s, rel=1e-4)
     if name == "gpipe":  # the negative control: fetched when its backward begins, it is waited for
         monkeypatch.setattr(offload.Visit, "comes", lambda visit: None)
         assert run(CASES[name], None, {}).timeline(on=there).step_time_s > plain_s * 1.001
