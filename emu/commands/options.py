@@ -23,7 +23,9 @@ def _flag(kind: Any, *names: str, text: str, default: str) -> Any:
 
 # Field of a plan -> its flag. None is what nobody said, which a file may say.
 PLAN_FLAGS: dict[str, Any] = {
-    "mesh": _flag(str, "--mesh", text="Axes outermost first, e.g. dp=2,tp=2.", default="dp=2"),
+    "mesh": _flag(
+        str, "--mesh", text="Axes outermost first, e.g. dp=2,tp=2.", default="dp=2; to simulate: dp, all devices"
+    ),
     "zero": _flag(
         int, "--zero", text="With --model: shard nothing (0), optimizer states, gradients, parameters (3).", default="0"
     ),
@@ -83,7 +85,10 @@ PLAN_FLAGS: dict[str, Any] = {
     ),
     "global_batch": _flag(int, "--global-batch", text="With --model: sequences in the batch.", default="8"),
     "seq": _flag(
-        int, "--seq", text="With --model: tokens in a sequence.", default="32, or what the model takes if less"
+        int,
+        "--seq",
+        text="With --model: tokens in a sequence.",
+        default="32, or what the model takes if less; to simulate: what it takes",
     ),
     "seed": _flag(int, "--seed", text="With --model: of weights and data.", default="0"),
     "plan": _flag(

@@ -42,7 +42,7 @@ def simulate(
     ] = None,
     config: Annotated[
         Path | None,
-        typer.Option(help="A TOML file with model, cluster and a table [plan]; options beside it count more."),
+        typer.Option(help="A TOML file with model, cluster and a table for the plan; options beside it count more."),
     ] = None,
     *,
     flags: dict[str, Any],

@@ -118,9 +118,10 @@ def _shards(dist: Any, axis: str) -> list[tuple[Any, ...]]:
 
 def _pieces(dist: Any, axis: str) -> list[tuple[Any, ...]]:
     """The same, and how large the piece of every parameter is that is held there: of tp."""
-    ranks, sharding = dist.rank.mesh.axes[axis], dist.sharding
+    ranks = dist.rank.mesh.axes[axis]
+    sharding: Any = dist.sharding
     found: list[list[Any]] = [[some] for some in _shards(dist, axis)]
-    for name, held in sharding.held.items() if sharding is not None else ():
+    for name, held in sharding.held.items() if sharding else ():
         placed = held.layout[axis]
         sizes: Any = [0] * ranks
         if held.kind == "experts":

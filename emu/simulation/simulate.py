@@ -66,9 +66,12 @@ def _run(wanted: Asked, classes: Classes, progress: Callable[[int, int], None]) 
     done, total = iter(range(1, 1_000_000)), 2 * len(ranks)
     progress(0, total)
     step = Step(wanted.make, plan, classes, lambda: progress(next(done), total))
-    virtual = run_virtual(step, mesh, capacity_bytes=None, meta=True, ranks=ranks)
+    how: dict[str, Any] = {"capacity_bytes": None, "meta": True, "ranks": ranks}
+    virtual = run_virtual(step, mesh, **how)
     results = dict(zip(virtual.trace.ranks, virtual.results))
-    return Simulated(Run(step, mesh, mesh.on, results, virtual.trace, plan.launch_mode), wanted, stand_for)
+    run = Run(step, mesh, mesh.on, results, virtual.trace, plan.launch_mode)
+    run._how = None, how
+    return Simulated(run, wanted, stand_for)
 
 
 def _check_effort(wanted: Asked, ranks: list[int]) -> None:

@@ -186,3 +186,12 @@ def test_functions_and_clusters_that_are_none() -> None:
         simulate(LLAMA, plan, 8)
     with pytest.raises(PlanError, match="the plan is a str"):
         simulate(LLAMA, "dp=2", "h100-8")  # type: ignore[arg-type]
+
+
+def test_a_simulation_is_a_run_like_any_other(tmp_path: Path) -> None:
+    run = emu.simulate("gpt-tiny", Plan("dp=2,pp=2", microbatches=2), "h100-8")
+    assert run.without("dp.*").metrics.step_time_s <= run.metrics.step_time_s == run.timeline().step_time_s
+    assert run.hazards()
+    run.save(tmp_path / "step")
+    assert emu.Run.load(tmp_path / "step").metrics.step_time_s == run.metrics.step_time_s
+    assert run.trace.marks()[0] == "the step" and "Simulated(gpt-tiny on h100-8" in repr(run)
