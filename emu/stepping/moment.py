@@ -141,11 +141,15 @@ class Moment:
         except PricingError:
             return None
 
-    def state(self) -> dict[str, Any]:
-        """Everything but tensors, as plain data that JSON can carry."""
+    def state(self, times: bool = True) -> dict[str, Any]:
+        """Everything but tensors, as plain data that JSON can carry: see emu.stepping.plain.
+
+        Args:
+            times: whether the record so far is priced, which takes longer the longer it is.
+        """
         from emu.stepping.plain import state_of
 
-        return state_of(self)
+        return state_of(self, self.priced() if times else None)
 
     def __repr__(self) -> str:
         from emu.stepping.text import moment_text
@@ -170,14 +174,14 @@ class RankMoment:
     def __init__(self, moment: Moment, rank: int) -> None:
         self.moment, self.rank = moment, rank
 
-    def state(self) -> dict[str, Any]:
+    def state(self, times: bool = True) -> dict[str, Any]:
         """Where it stands, its memory, streams and works, as plain data: its part of `Moment.state`."""
-        return next(each for each in self.moment.state()["ranks"] if each["rank"] == self.rank)
+        return next(each for each in self.moment.state(times)["ranks"] if each["rank"] == self.rank)
 
     @property
     def line(self) -> str:
         """Where its program stands, "file.py:12"."""
-        return self.state()["line"]
+        return self.state(times=False)["line"]
 
     @property
     def hbm(self) -> dict[str, int]:
@@ -186,7 +190,7 @@ class RankMoment:
 
     def works(self) -> list[dict[str, Any]]:
         """Communications that it has started and not waited for, and whom they wait for."""
-        return self.state()["works"]
+        return self.state(times=False)["works"]
 
     def stack(self) -> list[str]:
         """The functions of the program that it is in, the innermost first: "step, file.py:12"."""

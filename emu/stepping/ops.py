@@ -72,11 +72,17 @@ def op_at(device: VirtualDevice, stop: Stop) -> Op | None:
     rank, stream = device.rank, device.stream_now.name
     if kind == "op":
         facts = op_of(of)
-        if facts.views or facts.composite or not (facts.launches or facts.host_reads or facts.fresh or facts.resizes):
+        if (
+            facts.views
+            or facts.composite
+            or of.namespace == "profiler"
+            or not (facts.launches or facts.host_reads or facts.fresh or facts.resizes)
+        ):
             return None
         what = "host read" if facts.host_reads else "kernel" if facts.launches else "allocation"
         scope, phase = _where(device, args)
-        return Op(rank, what, facts.name, "", "", scope, phase, stream, user_line(), _operands(args))
+        name = "tensor" if facts.name == "lift_fresh" else facts.name  # torch.tensor(...), as its users call it
+        return Op(rank, what, name, "", "", scope, phase, stream, user_line(), _operands(args))
     scope, phase = _where(device, ())
     line = user_line()
     if kind == "collective":

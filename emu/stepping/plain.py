@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from emu.stepping.moment import Moment
 
 
-def state_of(moment: Moment) -> dict[str, Any]:
+def state_of(moment: Moment, timeline: Timeline | None) -> dict[str, Any]:
     """Everything at a moment but tensors' values. Sizes are in bytes, times in seconds from the start.
 
     Keys: index, known (steps so far known), ended, error, op (the next step), mesh, cluster, capacity_bytes, provisional_s (time
@@ -23,7 +23,6 @@ def state_of(moment: Moment) -> dict[str, Any]:
     mark, hbm (category -> bytes), peak_bytes, streams (name, last, given, until_s), works (started and not waited for), host_s.
     """
     history, situation = moment.history, moment.situation()
-    timeline = moment.priced()
     error = moment.error
     return {
         "index": moment.index,

@@ -185,9 +185,9 @@ class Stepper:
         """The last collective that moved data, chunk by chunk: see Moment.collective."""
         return self.now.collective(algorithm)
 
-    def state(self) -> dict[str, Any]:
-        """Everything but tensors where it stands, as plain data that JSON can carry: see emu.stepping.plain."""
-        return self.now.state()
+    def state(self, times: bool = True) -> dict[str, Any]:
+        """Everything but tensors where it stands, as plain data that JSON can carry: see Moment.state."""
+        return self.now.state(times)
 
     def __repr__(self) -> str:
         return repr(self.now)

@@ -153,6 +153,7 @@ def test_ctrl_c_leaves_it_before_the_next_step():
         with pytest.raises(KeyboardInterrupt):
             s.until("never")
         timer.join()
+        assert len(steppers_threads()) == 3  # they stand still, and have not been ended
         at = s.index
         assert at > 2 and s.next().index == at + 1
         assert s.rank(0).tensor("x").tolist() == [1.0, 1.0]
@@ -275,3 +276,15 @@ def test_breakpoint_in_a_notebook_is_pdbs_while_a_launch_is_on(monkeypatch):
     monkeypatch.delitem(sys.modules, "ipykernel")
     emu.launch(lambda rank: hooks.append(sys.breakpointhook), emu.Mesh(dp=1))
     assert hooks[1] is before
+
+
+def test_a_program_that_launches_another_is_stepped_around_it():
+    def launches(rank):
+        x = torch.ones(2)
+        inner = emu.launch(ring, emu.Mesh(dp=2)).results[0]
+        return x + inner[:2]
+
+    with emu.step(launches, emu.Mesh(dp=2)) as s:
+        assert to_end(s).results[1].tolist() == [5.0, 8.0]
+        names = {op.name for op in s.history.ops}
+        assert {"ones", "add"} <= names and "all_reduce" not in names

@@ -54,6 +54,8 @@ def test_state_is_plain_data():
             assert json.loads(json.dumps(state)) == state
             assert state["index"] == s.index and state["op"]["label"] == s.op.label
             assert [r["rank"] for r in state["ranks"]] == [0, 1, 2, 3]
+            untimed = s.state(times=False)
+            assert untimed["provisional_s"] is None and untimed["ranks"][0]["hbm"] == state["ranks"][0]["hbm"]
             assert state["provisional_s"] > 0 and state["capacity_bytes"] == MESH.on.chip.hbm_bytes
 
 
