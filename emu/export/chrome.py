@@ -5,6 +5,7 @@ the streams of a device, what launched them on the host's thread, and correlatio
 
 Times are whole microseconds, as HolisticTraceAnalysis has them: starts and ends are rounded, each by itself, so that
 what follows on a stream does not begin before what it follows. Sums over n events are off by n microseconds at most.
+Sends and receives that were posted together run at one time: each gets a stream number of its own.
 
 Source: torch, torch/csrc/profiler and kineto, libkineto/src/output_json.cpp; HolisticTraceAnalysis, hta/utils/utils.py
 (kernels are communication if their names begin with "nccl", copies if with "Memcpy" or "Memset").
@@ -16,6 +17,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from emu.export.rows import rows_of
 from emu.trace.events import Collective, HostCopy, HostWait, Kernel, Mark, Transfer
 
 if TYPE_CHECKING:
@@ -81,15 +83,16 @@ def _events(timeline: Timeline, rank: int, before: int) -> Iterator[dict[str, An
     """Of one rank: names of its rows, then what its host and its streams do."""
     trace, hosts = timeline.trace[rank], timeline.event_times(rank)
     spans = timeline.spans[rank]
-    streams = stream_numbers(spans)
+    rows = {DEFAULT_STREAM + i: row for i, row in enumerate(rows_of(spans))}
+    streams = {span.index: number for number, row in rows.items() for span in row.spans}
     host = {"pid": HOST + rank, "tid": HOST + rank}
     yield _named("process_name", {"pid": HOST + rank, "tid": 0}, {"name": f"rank {rank}: host"})
     yield _named("process_name", {"pid": rank, "tid": 0}, {"name": f"rank {rank}: {timeline.cluster.chip.name}"})
     yield _named("process_sort_index", {"pid": HOST + rank, "tid": 0}, {"sort_index": 2 * rank})
     yield _named("process_sort_index", {"pid": rank, "tid": 0}, {"sort_index": 2 * rank + 1})
     yield _named("thread_name", host, {"name": "host"})
-    for stream, number in streams.items():
-        yield _named("thread_name", {"pid": rank, "tid": number}, {"name": f"stream {number} ({stream})"})
+    for number, row in rows.items():
+        yield _named("thread_name", {"pid": rank, "tid": number}, {"name": f"stream {number} ({row.name})"})
     for i, event in enumerate(trace):
         started, ended = microseconds(hosts[i - 1] if i else 0.0), microseconds(hosts[i])
         if isinstance(event, Mark):
@@ -103,7 +106,7 @@ def _events(timeline: Timeline, rank: int, before: int) -> Iterator[dict[str, An
     for span in spans:
         number = before + span.index + 1  # unique in the file; 0 means none
         began = hosts[span.index - 1] if span.index else 0.0
-        yield from _launched(span, trace[span.index], rank, streams[span.stream], number)
+        yield from _launched(span, trace[span.index], rank, streams[span.index], number)
         launch = microseconds(began)
         took = microseconds(hosts[span.index]) - launch
         op = span.name if span.kind == "kernel" else f"{span.kind}: {span.name}"
@@ -114,7 +117,7 @@ def _events(timeline: Timeline, rank: int, before: int) -> Iterator[dict[str, An
         yield {**called, "args": {**ids, "correlation": number}}
         arrow = {"cat": "ac2g", "name": "ac2g", "id": number}
         yield {"ph": "s", **arrow, **host, "ts": launch}
-        ends = {"ph": "f", "bp": "e", **arrow, "pid": rank, "tid": streams[span.stream]}
+        ends = {"ph": "f", "bp": "e", **arrow, "pid": rank, "tid": streams[span.index]}
         yield {**ends, "ts": microseconds(span.start_s)}
 
 
@@ -171,10 +174,3 @@ def _nccl(event: Collective | Transfer) -> str:
 
 def _named(what: str, where: dict[str, int], args: dict[str, Any]) -> dict[str, Any]:
     return {"ph": "M", "name": what, "ts": 0, **where, "args": args}
-
-
-def stream_numbers(spans: Sequence[Span]) -> dict[str, int]:
-    """A rank's streams, numbered from 7 on: the default one first, others as they are first used."""
-    names = dict.fromkeys(span.stream for span in spans)
-    ordered = [*(["default"] if "default" in names else []), *(name for name in names if name != "default")]
-    return {name: DEFAULT_STREAM + i for i, name in enumerate(ordered)}

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from emu.trace.events import Event
+from emu.trace.trace import Trace
+
+if TYPE_CHECKING:
+    from emu.cost.timeline import Timeline
 
 
 def run_page(run: Any) -> str:
@@ -20,7 +27,7 @@ def run_page(run: Any) -> str:
     if not len(run.trace):
         return report_html(title, [Text("Nothing was recorded.")])
     sections: list[Any] = [metrics_table(run.metrics), Heading("Timeline")]
-    sections.append(Picture(timeline_figure(run.timeline()), "What every stream does, and when"))
+    sections.append(Picture(timeline_figure(_readable(run.timeline())), "What every stream does, and when"))
     sections.append(Heading("Memory"))
     if run.has_memory:
         sections.append(Picture(memory_figure(run.memory), "What lives in device memory, by category"))
@@ -32,3 +39,18 @@ def run_page(run: Any) -> str:
     if advice:
         sections += [Heading("Advice"), Text("\n\n".join(advice))]
     return report_html(title, sections)
+
+
+def _readable(timeline: Timeline) -> Timeline:
+    """The same with names that can be drawn: "?" stands for what is no text, half a surrogate pair say."""
+    events = timeline.trace.events
+    return replace(
+        timeline, trace=Trace(timeline.trace.axes, {rank: [*map(_named, own)] for rank, own in events.items()})
+    )
+
+
+def _named(event: Event) -> Event:
+    names = {field: value for field, value in event._asdict().items() if isinstance(value, str)}
+    if all(map(str.isprintable, names.values())):
+        return event
+    return event._replace(**{field: name.encode(errors="replace").decode() for field, name in names.items()})

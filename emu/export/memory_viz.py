@@ -225,7 +225,8 @@ def _frames(events: Sequence[Event], i: int) -> list[Frame]:
 
 
 def _frame(name: str) -> Frame:
-    return {"filename": "", "line": 0, "name": name}
+    # Flame graphs part frames by semicolons and stacks by lines.
+    return {"filename": "", "line": 0, "name": " ".join(name.splitlines()).replace(";", ",")}
 
 
 def _hole(address: int, size: int) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from emu.export.chrome import stream_numbers
+from emu.export.rows import rows_of
 from emu.spmd import EmuError
 from emu.trace.events import CATEGORIES, Collective, HostWait, Mark, Transfer
 from emu.trace.memory import Memory
@@ -57,11 +57,10 @@ class _Writer:
         process.process.pid = rank + 1  # 0 is the system's idle process
         process.process.process_name = f"rank {rank}"
         self._host(rank, self._track("host", process.uuid).uuid)
-        for stream in stream_numbers(spans):
-            track = self._track(f"stream {stream}", process.uuid).uuid
-            for span in spans:
-                if span.stream == stream:
-                    self._slice(track, span, timeline.trace[rank][span.index])
+        for row in rows_of(spans):
+            track = self._track(f"stream {row.name}", process.uuid).uuid
+            for span in row.spans:
+                self._slice(track, span, timeline.trace[rank][span.index])
         if self._memory is not None:
             self._counters(rank, process.uuid)
 
