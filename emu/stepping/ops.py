@@ -72,12 +72,8 @@ def op_at(device: VirtualDevice, stop: Stop) -> Op | None:
     rank, stream = device.rank, device.stream_now.name
     if kind == "op":
         facts = op_of(of)
-        if (
-            facts.views
-            or facts.composite
-            or of.namespace == "profiler"
-            or not (facts.launches or facts.host_reads or facts.fresh or facts.resizes)
-        ):
+        happens = facts.launches or facts.host_reads or facts.fresh or facts.resizes  # a view does none of these
+        if not happens or facts.composite or of.namespace == "profiler":
             return None
         what = "host read" if facts.host_reads else "kernel" if facts.launches else "allocation"
         scope, phase = _where(device, args)

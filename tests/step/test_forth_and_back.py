@@ -155,6 +155,7 @@ def test_looking_elsewhere_leaves_the_stepper_where_it_is():
         here = s.rank(0).tensor("x") if "x" in s.rank(0).tensors() else None
         later = s.at(3)
         assert later.index == 3 and s.index == 2
+        assert later.rank(0).stack() and any(e.index == 2 and e.alive for e in s._executions)  # another run looks there
         assert later.rank(0).tensor("x").tolist() == [1, 2, 3, 4, 5]
         assert s.index == 2 and s.at(-1).index == 1
         assert same(s.rank(0).tensor("x") if here is not None else None, here)
