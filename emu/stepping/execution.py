@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from emu.spmd import EmuError, Mesh, Rank
 from emu.stepping.history import History, Standing, WentAnotherWay
@@ -140,7 +140,7 @@ class Execution:
 
     @contextmanager
     def _within(self, rank: Rank) -> Iterator[None]:
-        self.devices[rank.id] = rank._device  # type: ignore[assignment]
+        self.devices[rank.id] = cast(VirtualDevice, rank._device)
         with breakpoints(lambda: self._stop(rank.id, Stop("breakpoint", "breakpoint"))):
             try:
                 yield

@@ -157,10 +157,12 @@ class Moment:
         return moment_text(self)
 
     def _repr_png_(self) -> bytes:
+        from emu.stepping.plain import state_of
         from emu.view.stepping import stepping_figure
         from emu.view.style import NOTEBOOK_DPI, png_bytes
 
-        return png_bytes(stepping_figure(self.state(), self.priced()), NOTEBOOK_DPI)
+        timeline = self.priced()
+        return png_bytes(stepping_figure(state_of(self, timeline), timeline), NOTEBOOK_DPI)
 
 
 class RankMoment:
