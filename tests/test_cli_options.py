@@ -58,6 +58,8 @@ OF_PLANS = [
     ("--ep", "2"),
     ("--etp", "2"),
     ("--capacity", "1.25"),
+    ("--dtype", "bf16"),
+    ("--launch-mode", "graph"),
     ("--schedule", "gpipe"),
     ("--chunks", "2"),
     ("--context", "ring"),
