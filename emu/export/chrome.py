@@ -41,7 +41,8 @@ def chrome_json(timeline: Timeline, ranks: Sequence[int] | None = None) -> bytes
         UnknownRank: a rank that was not recorded.
     """
     chosen = timeline.trace.ranks if ranks is None else list(ranks)
-    # First in the file: HolisticTraceAnalysis takes the first "rank": that it finds.
+    # First in the file, where HolisticTraceAnalysis finds it at once: it looks for "rank": in the text. A name cannot
+    # pass for it, since its quotes are escaped.
     world = max(_world(timeline), len(chosen))
     whose = {"rank": chosen[0]} if len(chosen) == 1 else {"ranks": chosen}
     head = {

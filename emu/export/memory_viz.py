@@ -1,7 +1,7 @@
 """Device memory as a snapshot of torch's, which torch.cuda._memory_viz and pytorch.org/memory_viz read.
 
 What was allocated and freed, in order and in the bytes that were asked for, is the trace's. Where blocks lie is not in a
-trace: each stream of a rank gets one segment, in which a block lies at the lowest place where it fits. So segments tell
+trace: each stream of a rank gets one segment, in which a block takes the smallest hole that fits. So segments tell
 how much must fit, not what torch's allocator would reserve (that is `emu.trace.allocator`).
 
 Source: torch, torch/cuda/_memory_viz.py and torch/csrc/cuda/memory_snapshot.cpp.
@@ -10,6 +10,7 @@ Source: torch, torch/cuda/_memory_viz.py and torch/csrc/cuda/memory_snapshot.cpp
 from __future__ import annotations
 
 import pickle
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -56,34 +57,49 @@ def memory_snapshot(memory: Memory, timeline: Timeline | None = None) -> dict[st
 
 
 class _Arena:
-    """The addresses of one stream's blocks: lowest fit. They count from 0 until it is known how large segments are."""
+    """The addresses of one stream's blocks: each lies in the smallest hole that takes it, else at the end.
+
+    They count from 0 until it is known how large segments are.
+    """
 
     def __init__(self, number: int) -> None:
         self.number, self.base = number, 0
         self.size = 0  # the most that was ever needed
-        self.holes: list[tuple[int, int]] = []  # (start, end), sorted, never touching
-        self.top = 0
+        self._top = 0
+        self._holes: list[tuple[int, int]] = []  # (start, size), sorted; they never touch
+        self._by_size: list[tuple[int, int]] = []  # the same as (size, start)
 
     def take(self, size: int) -> int:
-        for i, (start, end) in enumerate(self.holes):
-            if end - start >= size:
-                self.holes[i : i + 1] = [(start + size, end)] if end - start > size else []
-                return start
-        start, self.top = self.top, self.top + size
-        self.size = max(self.size, self.top)
+        at = bisect_left(self._by_size, (size, 0))
+        if at == len(self._by_size):
+            start, self._top = self._top, self._top + size
+            self.size = max(self.size, self._top)
+            return start
+        found, start = self._by_size[at]
+        self._fill(start, found)
+        if found > size:
+            self._open(start + size, found - size)
         return start
 
-    def give_back(self, address: int, size: int) -> None:
-        start, end = address, address + size
-        before = [hole for hole in self.holes if hole[1] == start]
-        after = [hole for hole in self.holes if hole[0] == end]
-        start, end = (before[0][0] if before else start), (after[0][1] if after else end)
-        kept = [hole for hole in self.holes if hole not in before and hole not in after]
-        if end == self.top:
-            self.top = start
+    def give_back(self, start: int, size: int) -> None:
+        at = bisect_left(self._holes, (start, 0))
+        beside = self._holes[max(at - 1, 0) : at + 1]
+        for hole, hole_size in beside:
+            if hole + hole_size == start or start + size == hole:
+                self._fill(hole, hole_size)
+                start, size = min(start, hole), size + hole_size
+        if start + size == self._top:
+            self._top = start
         else:
-            kept = sorted([*kept, (start, end)])
-        self.holes = kept
+            self._open(start, size)
+
+    def _open(self, start: int, size: int) -> None:
+        insort(self._holes, (start, size))
+        insort(self._by_size, (size, start))
+
+    def _fill(self, start: int, size: int) -> None:
+        del self._holes[bisect_left(self._holes, (start, size))]
+        del self._by_size[bisect_left(self._by_size, (size, start))]
 
 
 class _Device:
