@@ -6,13 +6,16 @@ import copy
 import pickle
 import pickletools
 from collections import Counter
+from itertools import pairwise
 
 import pytest
 import torch.cuda._memory_viz as memory_viz
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from emu.cost import price
 from emu.export import memory_snapshot, snapshot_bytes
+from emu.export.memory_viz import FIRST
 from emu.trace.events import Alloc, Free, Kernel, Mark, Recategorise
 from emu.trace.memory import Memory
 from emu.trace.trace import Trace
@@ -92,6 +95,36 @@ def test_blocks_that_live_at_once_lie_apart_and_within_their_segment(trace):
         for start, end in live.items():
             holding = [s for s in where if s[0] <= start and end <= s[1]]
             assert [s[2] for s in holding] == [rank]
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 5), st.integers(0, 99)), max_size=40))
+@settings(max_examples=100, deadline=None)
+def test_a_block_takes_the_smallest_hole_that_fits(changes):
+    events: list[Alloc | Free] = []
+    live: list[int] = []
+    for block, (comes, pages, which) in enumerate(changes):
+        if comes or not live:
+            events.append(Alloc(block, 512 * pages, "temporary", "default"))
+            live.append(block)
+        else:
+            gone = live.pop(which % len(live))
+            size = next(e.bytes for e in events if isinstance(e, Alloc) and e.block == gone)
+            events.append(Free(gone, size, "temporary"))
+    snapshot = memory_snapshot(Memory(Trace({"dp": 1}, {0: events})))
+    memory_viz.segsum(snapshot)
+    there: dict[int, int] = {}  # start -> end of what lives
+    most = 0
+    for action in snapshot["device_traces"][0]:
+        start, end = action["addr"] - FIRST, action["addr"] - FIRST + action["size"]
+        if action["action"] == "alloc":
+            edges = [(0, 0), *sorted(there.items())]
+            holes = [(b - a, a) for (_, a), (b, _) in pairwise(edges) if b - a >= action["size"]]
+            assert start == (min(holes)[1] if holes else edges[-1][1])
+            there[start] = end
+            most = max(most, end)
+        elif action["action"] == "free_completed":
+            del there[start]
+    assert [segment["total_size"] for segment in snapshot["segments"]] == ([most] if most else [])
 
 
 @given(traces())
