@@ -182,13 +182,12 @@ def cure(plan: Plan, at_peak: Mapping[str, int]) -> str:
             what = "optimizer states" if most == "optimizer" else most
             return f"shard {what} over the ranks along dp: zero={sharded[most]}"
         return "cut the model over more devices: more ranks along tp, pp, or (with zero=3) dp"
-    if most == "activations" and plan.checkpoint == "none":
-        return (
-            "compute activations again (checkpoint=full, or selective), or take fewer sequences at once (micro_batch=1)"
-        )
-    if most == "activations":
-        return "take fewer sequences at once (micro_batch=1), or cut them: more ranks along cp, or along tp with sp"
-    return "take fewer sequences at once (micro_batch=1), or cut the model over more ranks along tp"
+    ways = [] if plan.rows() == plan.accumulated() else ["take fewer sequences at once (micro_batch=1)"]
+    if most != "activations":
+        return " or ".join([*ways, "cut the model over more ranks along tp"])
+    if plan.checkpoint not in ("full", "sqrt", "naive"):
+        ways.insert(0, "compute activations again (checkpoint=full)")
+    return " or ".join([*ways, "cut sequences: more ranks along cp, or along tp with sp"])
 
 
 def axes_of(label: str) -> str:
