@@ -35,7 +35,7 @@ def test_the_lesson_runs_and_its_outputs_tell_its_story(tmp_path):
     assert holds["gpipe"] == 16 and holds["v-min"] < holds["v-half"] < holds["zb-v"] == holds["1f1b"] < holds["zb-h2"]
     assert said.count(" - equivalent in tier exact: ") == 2
     cuts = {cut: float(ms) for cut, ms in re.findall(r"^1f1b, stages=(.+?) +(\S+) ms", said, re.M)}
-    assert len(cuts) == 4 and max(cuts, key=cuts.get) == "even" and cuts["cost"] < 0.85 * cuts["even"]
+    assert len(cuts) == 4 and max(cuts, key=cuts.get) == "even" and cuts["cost"] < 0.9 * cuts["even"]
     assert cuts["cost"] <= 1.02 * min(cuts.values())  # what flops do not know is little here
     at_peak = {
         name: [float(mb) for mb in re.findall(r"(\d+) MB", line)] for name, line in re.findall(PEAKS, said, re.M)
