@@ -6,9 +6,13 @@ Source: ZeRO's table 1 (https://arxiv.org/abs/1910.02054), activations in flight
 
 from __future__ import annotations
 
+from emu.parallel.pipeline import peak_activations
+
 from .activations import layer_bytes
 from .params import embedding_params, layer_params, on_rank
+from .placing import cut
 from .stacks import Stack
+from .stages import IN_ORDER, WALKED, Laid, rows
 from .workload import Workload
 
 # torch's allocator reserves more than is allocated, in blocks that do not fit what comes next: from memory of runs.
@@ -30,64 +34,68 @@ def state_bytes(params: float, zero: int, ranks: int, gradient: float = 2, optim
     return params * sum(part / ranks if zero > cut else part for cut, part in enumerate(parts))
 
 
-def peak_bytes(w: Workload, stack: Stack, micro_batch: int, layers: tuple[int, ...]) -> tuple[float, ...]:
-    """Of each stage, first stage first, as the stack's published figures count it."""
+def peak_bytes(w: Workload, stack: Stack, micro_batch: int, lies: Laid) -> tuple[float, ...]:
+    """Of each device of the pipeline, that of the first stage first, as the stack's published figures count it."""
     groups = sum(n > 1 for n in (w.tp, w.pp, w.dp, w.cp))
-    allocated = [_stage_bytes(w, stack, micro_batch, i, n) for i, n in enumerate(layers)]
+    allocated = [_stage_bytes(w, stack, micro_batch, device, lies) for device in range(w.pp)]
     if stack.counted == "allocated":
         return tuple(allocated)
     beside = CONTEXT_BYTES + groups * GROUP_BYTES if stack.counted == "device" else 0.0
     return tuple(RESERVED * one + beside for one in allocated)
 
 
-def _stage_bytes(w: Workload, stack: Stack, micro_batch: int, stage: int, layers: int) -> float:
+def _stage_bytes(w: Workload, stack: Stack, micro_batch: int, device: int, lies: Laid) -> float:
+    first, last = lies.ends(device)
     tokens = w.seq * micro_batch / w.cp
     split = w.tp if w.sp else 1
-    held = _in_flight(w, stack, micro_batch, stage, layers)
+    held = _in_flight(w, stack, micro_batch, device, sum(lies.layers[stage] for stage in lies.devices[device]))
     working = layer_bytes(w, stack, micro_batch, "none") if w.recompute != "none" else 0.0
     gradients = 2 * tokens * max((3 if w.gated else 2) * _widest(w) / w.tp, w.hidden)
     if stack.attention == "unfused":
         gradients += 4 * w.heads / w.tp * micro_batch * w.seq / w.cp * w.seq
     boundary = 2 * tokens * w.hidden / split
-    ends = boundary if stage == 0 else 0.0
+    ends = boundary if first else 0.0
     if stack.keeps_outputs and w.pp > 1:
-        ends += boundary * min(w.microbatches(micro_batch), w.pp - stage)
+        ends += boundary * min(w.microbatches(micro_batch), w.pp - device)
     logits = 0.0
-    if stage == w.pp - 1:
+    if last:
         logits = LOGIT_BYTES * tokens * w.vocab / w.tp
         if w.schedule == "gpipe" and w.pp > 1:  # the last stage, too, has all forwards before it
             held += (w.microbatches(micro_batch) - 1) * KEPT_LOGIT_BYTES * tokens * w.vocab / w.tp
-    return _states(w, stack, stage, layers) + held + ends + max(working + gradients, logits)
+    return _states(w, stack, device, lies) + held + ends + max(working + gradients, logits)
 
 
-def _states(w: Workload, stack: Stack, stage: int, layers: int) -> float:
-    """Weights, gradients and the optimizer's, of the stage's layers and its ends."""
-    dense_here = max(0, min(layers, w.dense_layers - stage * layers))
-    total = 0.0
-    for expert, n in ((False, dense_here), (True, layers - dense_here)):
-        if not n:
-            continue
-        shared, experts = on_rank(w, layer_params(w, expert))
-        ranks = w.dp * w.cp
-        copies = max(1, ranks * w.tp // (w.ep * w.expert_tp)) if w.ep > 1 else ranks
-        total += _state(w, stack, n * shared, ranks) + _state(w, stack, n * experts, copies)
-        if w.fsdp:
-            total += GATHERED_LAYERS * 2 * (shared + experts)
-            break
+def _states(w: Workload, stack: Stack, device: int, lies: Laid) -> float:
+    """Weights, gradients and the optimizer's, of the device's layers and ends; and what is gathered of one layer."""
+    total = largest = 0.0
+    for expert, n in zip((False, True), _kinds(w, device, lies)):
+        if n:
+            shared, experts = on_rank(w, layer_params(w, expert))
+            total += _state(w, stack, n * shared, cut(w).ranks) + _state(w, stack, n * experts, cut(w, True).ranks)
+            largest = max(largest, shared + experts)
     vocabulary = embedding_params(w) / w.tp
-    ends = (stage == 0) + (stage == w.pp - 1)
-    if w.pp == 1 and w.tied:
+    ends = sum(lies.ends(device))
+    if ends == 2 and w.tied:
         ends = 1
-    total += _state(w, stack, ends * vocabulary, w.dp * w.cp)
-    return total + (4 * vocabulary if w.fsdp else 0.0)
+    total += _state(w, stack, ends * vocabulary, cut(w).ranks)
+    return total + (GATHERED_LAYERS * 2 * largest + 4 * vocabulary if w.gathered else 0.0)
+
+
+def _kinds(w: Workload, device: int, lies: Laid) -> tuple[int, int]:
+    """Layers of a device with an ordinary MLP, which are the model's lowest, and with experts."""
+    dense = total = 0
+    for stage in lies.devices[device]:
+        below, here = sum(lies.layers[:stage]), lies.layers[stage]
+        dense += max(0, min(here, w.dense_layers - below))
+        total += here
+    return dense, total - dense
 
 
 def _state(w: Workload, stack: Stack, params: float, ranks: int) -> float:
     if w.adapters:
         return 2 * params
-    if w.fsdp:
-        shard = min(w.hsdp or w.dp, w.dp) * w.cp
-        return 16 * params / (min(shard, ranks) if shard < ranks else ranks)
+    if w.gathered:
+        return 16 * params / ranks
     if stack.deepspeed:
         return params * _deepspeed_bytes(w, ranks)
     return state_bytes(params, w.zero, ranks, stack.accumulator_bytes)
@@ -109,8 +117,8 @@ def _widest(w: Workload) -> float:
     return w.ffn if w.moe is None else max(w.ffn, w.moe.topk * w.moe.ffn)
 
 
-def _in_flight(w: Workload, stack: Stack, micro_batch: int, stage: int, layers: int) -> float:
-    """Activations that a stage holds at its fullest, all micro-batches together."""
+def _in_flight(w: Workload, stack: Stack, micro_batch: int, device: int, layers: int) -> float:
+    """Activations that a device with so many layers holds at its fullest, all micro-batches together."""
     m, p = w.microbatches(micro_batch), w.pp
     one = layers * layer_bytes(w, stack, micro_batch)
     if p == 1:
@@ -118,16 +126,15 @@ def _in_flight(w: Workload, stack: Stack, micro_batch: int, stage: int, layers: 
     if w.schedule == "gpipe":
         return m * one
     if w.schedule in ("1f1b", "interleaved") and w.vp > 1:
-        chunks = min(m * w.vp, w.vp * p + p - 1 - 2 * stage)
+        chunks = min(m * w.vp, w.vp * p + p - 1 - 2 * device)
         return one * max(1.0, chunks / w.vp)
     weight = min(one, layers * WEIGHT_BYTES * w.seq * micro_batch / w.cp * w.hidden / w.tp)
     if w.schedule == "zb-h1":
-        return min(m, p - stage) * one + min(max(0, m - (p - stage)), stage) * weight
+        return min(m, p - device) * one + min(max(0, m - (p - device)), device) * weight
     if w.schedule == "zb-h2":
-        return min(m, 2 * (p - stage) - 1) * one + min(m, 2 * stage) * weight
-    share = {"v-half": 0.5, "v-min": 1 / 3}.get(w.schedule)
-    if share is not None:
-        return min(m, max(1.0, p * share)) * one
-    if w.schedule in ("zb-v", "dualpipe", "dualpipe-v"):
-        return min(m, p + 1 if w.schedule.startswith("dual") else p) * one
-    return min(m, p - stage) * one
+        return min(m, 2 * (p - device) - 1) * one + min(m, 2 * device) * weight
+    if w.schedule in IN_ORDER:
+        return min(m, p - device) * one
+    schedule = rows(w, min(m, WALKED * p))
+    stages = rows(w, WALKED * p).stages_of[device]
+    return peak_activations(schedule, weight / one if layers else 0.0)[device] * one / len(stages)

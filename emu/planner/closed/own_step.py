@@ -67,7 +67,7 @@ def own_parts(w: Workload, prices: Prices, micro_batch: int) -> dict[str, float]
     again = forward if w.recompute == "full" else Segment(0.0, 0.0)
     backward = Segment(backward.device + again.device, backward.host + again.host)
     gathered = exposed = 0.0
-    if w.fsdp and w.dp > 1:
+    if w.gathered and w.dp > 1:
         forward, backward, exposed = _gathered(w, prices, forward, backward)
         gathered = exposed
     ends = [first_stage(w, micro_batch, steps > 1), last_stage(w, micro_batch, steps > 1)]
@@ -200,8 +200,8 @@ def _held(w: Workload, layers: tuple[int, ...]) -> int:
 def _optimizer(w: Workload, prices: Prices, layers: tuple[int, ...]) -> Segment:
     """Gradients to float32 and divided, AdamW, and weights back to bfloat16; buckets to float32 and back before."""
     n = _held(w, layers)
-    shards = w.dp if w.zero >= 1 or w.fsdp else 1
-    written = 18 if w.zero >= 1 or w.fsdp else 16 * max(layers) + 3  # one tensor or bucket after the other
+    shards = w.dp if w.zero >= 1 or w.gathered else 1
+    written = 18 if w.zero >= 1 or w.gathered else 16 * max(layers) + 3  # one tensor or bucket after the other
     bytes_ = (6 + 8 + 28 + 6) * n / shards + 6 * n + (6 * n / shards)
     kernels = SMALL + 4 * max(1, round(2 * n / BUCKET_BYTES)) + written
     return Segment(prices.exact_s(bytes_, kernels), kernels * prices.cluster.host.launch_s)
@@ -209,7 +209,7 @@ def _optimizer(w: Workload, prices: Prices, layers: tuple[int, ...]) -> Segment:
 
 def _reduced_s(w: Workload, prices: Prices, layers: tuple[int, ...], backward: Segment) -> float:
     """What gradients' reduction adds: what backward does not hide, the last bucket, and what it slows."""
-    if w.dp == 1 or w.fsdp:
+    if w.dp == 1 or w.gathered:
         return 0.0
     n, near = _held(w, layers), in_node(w, w.dp, w.tp)
     kind = "reduce_scatter" if w.zero >= 1 else "all_reduce"

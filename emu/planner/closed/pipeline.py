@@ -2,29 +2,29 @@
 
 The closed forms are those of https://arxiv.org/abs/2104.04473 (GPipe, 1F1B, interleaved) and
 https://arxiv.org/abs/2401.10241 (zero bubble), for stages that differ. Schedules that have none are walked for a few
-micro-batches; each further one takes as long as the slowest stage.
+micro-batches; each further one takes as long as the last ones walked.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
-from emu.parallel.pipeline import Action, Times, make, timed
+from emu.parallel.pipeline import Times, timed
 
-from .stages import StageTime
+from .stages import WALKED, StageTime, laid, rows
 from .workload import Workload
 
 # Sends cost each micro-batch, both ways, a part of what they last: of 1F1B nearly all, for as many micro-batches are in
 # flight as there are stages, and each passes all hops twice before the next can follow. Interleaved, others are in flight
 # meanwhile; what is left was seen in published runs, and is assumed.
 EXPOSED, HIDDEN_INTERLEAVED = 1.0, 0.15
-WALKED = 4  # micro-batches for each stage that a walked schedule is walked for: after that it repeats
 
 
 def makespan_s(w: Workload, stages: Sequence[StageTime], microbatches: int, waits: bool = False) -> float:
     """Seconds from the first forward to the last backward, if messages between stages took no time.
 
     Args:
+        stages: of the model; one a device, all its chunks together, where these lie in order (stages.IN_ORDER).
         waits: whether who sends waits until it is received, and so cannot run ahead of slower stages (1F1B without
             overlapped sends).
     """
@@ -111,22 +111,22 @@ FORMS: dict[str, Callable[[Workload, Sequence[StageTime], int], float]] = {
 
 
 def _walked_s(w: Workload, stages: Sequence[StageTime], microbatches: int) -> float:
-    """A schedule without a closed form, walked by emu.parallel.pipeline for its first micro-batches."""
-    ranks = len(stages)
-    few = min(microbatches, max(WALKED * ranks, 2))
-    schedule = make(w.schedule, ranks, few, *((w.vp,) if w.vp > 1 else ()))
-    chunks = max(1, schedule.stages // ranks)  # of DualPipe's two stages a rank, each does half of the micro-batches
-    owner = list(range(schedule.stages))
-    if chunks > 1:
-        owner = [rank for stage in owner for rank, row in enumerate(schedule.rows) if _does(row, stage)]
-    each = [stages[rank] for rank in owner]
+    """A schedule without a closed form, walked by emu.parallel.pipeline for its first micro-batches.
+
+    What further ones take is seen in the second half of these: in some schedules even the slowest device idles between.
+    """
     times = Times(
-        [s.forward / chunks for s in each],
-        [(s.backward - s.weight) / chunks for s in each],
-        [s.weight / chunks for s in each],
+        [s.forward for s in stages],
+        [s.backward - s.weight for s in stages],
+        [s.weight for s in stages],
     )
-    return timed(schedule, times).makespan + (microbatches - few) * max(s.whole for s in stages)
 
+    def walk(n: int) -> float:
+        return timed(rows(w, n), times).makespan
 
-def _does(row: Iterable[Action], stage: int) -> bool:
-    return any(part.stage == stage for action in row for part in action.each())
+    most = WALKED * w.pp + microbatches % 2  # of DualPipe's two directions, one has a micro-batch more if they are odd
+    if microbatches <= most:
+        return walk(microbatches)
+    whole, half = walk(most), most - 2 * w.pp
+    busiest = max(device.whole for device in laid(w).per_device(stages))
+    return whole + (microbatches - most) * max(busiest, (whole - walk(half)) / (most - half))

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from .params import LayerParams, embedding_params, layer_params, on_rank
-from .placing import crosses_nodes, data_parallel, in_node
+from .placing import Cut, crosses_nodes, cut, in_node
 from .prices import Prices
-from .stages import StageTime
+from .stages import StageTime, laid
 from .workload import Workload
 
 GATHER_BYTES = 2  # an element of a gathered parameter
+SUMMED_BYTES = 4  # an element of a gradient that copies under HSDP sum
 HIDDEN_AT_MOST = 0.92  # the first bucket's reduction, or the last one's, has nothing to hide behind
 USABLE = 0.9  # of a backward pass, until whose end gradients keep coming
 
@@ -36,17 +37,16 @@ def fsdp_layer(w: Workload, prices: Prices, microbatches: int) -> Sharded:
     shared, experts = on_rank(w, layer_params(w, expert))
     size = stack.gathers_fp8 and w.precision == "fp8"
     gather_bytes, reduce_bytes = 1 if size else GATHER_BYTES, stack.sharded_gradient_bytes
-    shard = min(w.hsdp or w.dp, w.dp) * w.cp
-    near = in_node(w, shard, w.tp)
-    groups = [(shared, shard, near)]
-    if experts:
-        group = max(1, w.dp * w.cp * w.tp // (w.ep * w.expert_tp)) if w.ep > 1 else shard
-        groups.append((experts, group, in_node(w, group, w.ep * w.expert_tp) if w.ep > 1 else near))
-    gather = sum(prices.moving_s("all_gather", n * gather_bytes, size, node) for n, size, node in groups)
-    reduce = sum(prices.moving_s("reduce_scatter", n * reduce_bytes, size, node) for n, size, node in groups)
-    copies = w.dp * w.cp // shard
-    if copies > 1:
-        reduce += prices.moving_s("all_reduce", shared * 4 / shard, copies, 1) / microbatches
+    gather = reduce = 0.0
+    for n, (ranks, stride, copies) in ((shared, cut(w)), (experts, cut(w, experts=True))):
+        if not n:
+            continue
+        near = in_node(w, ranks, stride)
+        gather += prices.moving_s("all_gather", n * gather_bytes, ranks, near)
+        reduce += prices.moving_s("reduce_scatter", n * reduce_bytes, ranks, near)
+        if copies > 1:
+            beside = in_node(w, copies, stride * ranks)
+            reduce += prices.moving_s("all_reduce", n * SUMMED_BYTES / ranks, copies, beside) / microbatches
     return Sharded(gather, reduce)
 
 
@@ -58,18 +58,24 @@ def beside_s(compute_s: float, message_s: float, loss: float) -> float:
 
 
 def params_on_rank(w: Workload) -> tuple[float, float]:
-    """Parameters of a mean stage's layers on one rank, those that dp shares and those of experts; ends apart."""
-    total = [0.0, 0.0]
+    """Parameters of a mean device's layers on one rank, those that dp shares and those of experts; ends apart."""
+    total, copies = [0.0, 0.0], laid(w).copies
     for expert, n in ((False, w.dense_layers), (True, w.layers - w.dense_layers)):
         shared, experts = on_rank(w, layer_params(w, expert) if n else LayerParams(0, 0))
-        total[0] += shared * n / w.pp
-        total[1] += experts * n / w.pp
+        total[0] += copies * shared * n / w.pp
+        total[1] += copies * experts * n / w.pp
     return total[0], total[1]
 
 
 def ends_on_rank(w: Workload) -> float:
-    """Parameters of embedding and head on a rank of the first or last stage; of both, where there is one stage."""
-    return embedding_params(w) / w.tp * (1 if w.pp > 1 or w.tied else 2)
+    """Parameters of embedding and head on a rank of the first or last stage; of both, where one device has both."""
+    return embedding_params(w) / w.tp * (2 if laid(w).joined and not w.tied else 1)
+
+
+def _held(w: Workload) -> tuple[tuple[float, Cut], ...]:
+    """Parameters on a rank, and what their states are cut over: of what data parallelism shares, and of experts."""
+    shared, experts = params_on_rank(w)
+    return ((shared + ends_on_rank(w), cut(w)), (experts, cut(w, experts=True)))
 
 
 def reduction_s(w: Workload, prices: Prices, stage: StageTime) -> float:
@@ -78,13 +84,9 @@ def reduction_s(w: Workload, prices: Prices, stage: StageTime) -> float:
     Where they overlap, they hide behind the last backward and the first forward of a stage, which they slow.
     """
     stack = prices.stack
-    if w.fsdp or w.adapters:
+    if w.gathered or w.adapters:
         return 0.0
-    shared, experts = params_on_rank(w)
-    n, near = data_parallel(w)
-    expert_n = max(1, n * w.tp // (w.ep * w.expert_tp)) if w.ep > 1 else n
-    expert_near = in_node(w, expert_n, w.ep * w.expert_tp) if w.ep > 1 else near
-    groups = [(shared + ends_on_rank(w), n, near), (experts, expert_n, expert_near)]
+    groups = [(n, ranks, in_node(w, ranks, stride)) for n, (ranks, stride, _) in _held(w)]
     sharded = w.zero >= 1
     kind = "reduce_scatter" if sharded and not stack.reduces_whole else "all_reduce"
     reduce = sum(prices.moving_s(kind, size * stack.gradient_bytes, group, node) for size, group, node in groups)
@@ -102,9 +104,18 @@ def reduction_s(w: Workload, prices: Prices, stage: StageTime) -> float:
 
 def tied_s(w: Workload, prices: Prices) -> float:
     """Summing a shared embedding's gradients between the first and the last stage."""
-    if w.pp == 1 or not w.tied or not prices.stack.tied_reduce:
+    if laid(w).joined or not w.tied or not prices.stack.tied_reduce:
         return 0.0
     size = embedding_params(w) / w.tp * prices.stack.gradient_bytes
+    return prices.moving_s("all_reduce", size, 2, 1 if crosses_nodes(w) else 2)
+
+
+def mirrored_s(w: Workload, prices: Prices) -> float:
+    """Summing gradients of stages that lie on two devices (DualPipe), between these; of what each keeps, if they are cut."""
+    if w.adapters or laid(w).copies == 1:
+        return 0.0
+    sharded = w.zero >= 1 or w.gathered
+    size = sum(n / by.ranks if sharded else n for n, by in _held(w)) * prices.stack.gradient_bytes
     return prices.moving_s("all_reduce", size, 2, 1 if crosses_nodes(w) else 2)
 
 
@@ -115,6 +126,7 @@ def optimizer_s(w: Workload, prices: Prices) -> float:
     """
     if w.adapters:
         return 0.0
-    n = sum(params_on_rank(w)) + ends_on_rank(w)
-    shards = w.dp if w.zero >= 1 or w.fsdp else 1
-    return prices.exact_s(34 * n / shards + (0 if w.fsdp else 4 * n))
+    whole = sum(n for n, _ in _held(w))
+    sharded = w.zero >= 1 or w.gathered
+    own = sum(n / by.ranks for n, by in _held(w)) if sharded else whole
+    return prices.exact_s(34 * own + (0 if w.gathered else 4 * whole))

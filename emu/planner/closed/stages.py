@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
+from emu.parallel.pipeline import Schedule, make
+
 from .timing import LayerTime
+from .workload import Workload
+
+IN_ORDER = frozenset(("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2"))  # device i has stage i, all its chunks as one
+WALKED = 4  # micro-batches for each device that other schedules are looked at for: after that they repeat
 
 
 class StageTime(NamedTuple):
@@ -17,6 +24,63 @@ class StageTime(NamedTuple):
     @property
     def whole(self) -> float:
         return self.forward + self.backward
+
+
+class Laid(NamedTuple):
+    """Where stages of the model lie.
+
+    layers: of each stage, first stage first; devices: the stages of each device of the pipeline.
+    """
+
+    layers: tuple[int, ...]
+    devices: tuple[tuple[int, ...], ...]
+
+    def share(self, stage: int) -> float:
+        """Of a stage's micro-batches, what each device that holds it works on."""
+        return 1 / sum(stage in held for held in self.devices)
+
+    def per_device(self, stages: Sequence[StageTime]) -> tuple[StageTime, ...]:
+        """What each device takes for a micro-batch, from what each stage takes."""
+        shares = [self.share(stage) for stage in range(len(stages))]
+        return tuple(
+            StageTime(*(sum(shares[stage] * stages[stage][part] for stage in held) for part in range(3)))
+            for held in self.devices
+        )
+
+    def worked(self, device: int) -> float:
+        """Layers that a device works on for a micro-batch, on average."""
+        return sum(self.share(stage) * self.layers[stage] for stage in self.devices[device])
+
+    @property
+    def copies(self) -> float:
+        """On how many devices a stage lies."""
+        return sum(map(len, self.devices)) / len(self.layers)
+
+    def ends(self, device: int) -> tuple[bool, bool]:
+        """Whether a device has the first stage, and whether the last."""
+        return 0 in self.devices[device], len(self.layers) - 1 in self.devices[device]
+
+    @property
+    def joined(self) -> bool:
+        """Whether a device has both the first stage and the last."""
+        return any(all(self.ends(device)) for device in range(len(self.devices)))
+
+
+def laid(w: Workload) -> Laid:
+    """Where the workload's schedule has its stages.
+
+    Raises:
+        PlanError: a schedule that this many devices cannot do.
+    """
+    schedule = None if w.pp == 1 or w.schedule in IN_ORDER else rows(w, WALKED * w.pp)
+    if schedule is None:
+        return Laid(layers_of_stages(w.layers, w.pp), tuple((device,) for device in range(w.pp)))
+    return Laid(layers_of_stages(w.layers, schedule.stages), schedule.stages_of)
+
+
+def rows(w: Workload, microbatches: int) -> Schedule:
+    """The workload's schedule, action by action, of so many micro-batches."""
+    return make(w.schedule, w.pp, microbatches, *((w.vp,) if w.vp > 1 else ()))
 
 
 def layers_of_stages(layers: int, stages: int) -> tuple[int, ...]:

@@ -13,9 +13,9 @@ from .memory import peak_bytes
 from .own_step import own_parts
 from .pipeline import hops_s, makespan_s
 from .prices import Prices
-from .sharding import beside_s, ends_on_rank, fsdp_layer, optimizer_s, params_on_rank, reduction_s, tied_s
+from .sharding import beside_s, ends_on_rank, fsdp_layer, mirrored_s, optimizer_s, params_on_rank, reduction_s, tied_s
 from .stacks import stack
-from .stages import StageTime, layers_of_stages, stage_times
+from .stages import Laid, StageTime, laid, stage_times
 from .timing import LayerTime, layer_time, mixed
 from .work import Work
 from .workload import Prediction, Workload
@@ -74,14 +74,12 @@ def priced(
     """The prediction for a prepared workload; `prices` saves building them again."""
     w, micro_batch = prepared.workload, prepared.micro_batch
     prices = prices or Prices(w.cluster, stack(w.stack), constants, w.power_w)
-    layers = layers_of_stages(w.layers, w.pp)
-    parts, detail = (
-        (own_parts(w, prices, micro_batch), {}) if prices.stack.recorded else _parts(prepared, prices, layers)
-    )
+    lies = laid(w)
+    parts, detail = (own_parts(w, prices, micro_batch), {}) if prices.stack.recorded else _parts(prepared, prices, lies)
     return Prediction(
         step_s=sum(parts.values()),
         parts=parts,
-        peak_bytes=peak_bytes(w, prices.stack, micro_batch, layers),
+        peak_bytes=peak_bytes(w, prices.stack, micro_batch, lies),
         params_per_rank=sum(params_on_rank(w)) + ends_on_rank(w),
         flops=step_flops(w),
         micro_batch=micro_batch,
@@ -89,29 +87,30 @@ def priced(
     )
 
 
-def _parts(prepared: Prepared, prices: Prices, layers: tuple[int, ...]) -> tuple[dict[str, float], dict[str, float]]:
+def _parts(prepared: Prepared, prices: Prices, lies: Laid) -> tuple[dict[str, float], dict[str, float]]:
     """Seconds of a step by what they go to, which add up to it; and figures of one layer."""
     w, micro_batch = prepared.workload, prepared.micro_batch
     steps = w.microbatches(micro_batch)
     layer = _layer(prepared, prices)
     gathered = 0.0
     beside = layer
-    if w.fsdp and w.dp * w.cp > 1:
+    if w.gathered and w.dp * w.cp > 1:
         sharded = fsdp_layer(w, prices, steps)
         loss = prices.chip.overlap_loss
         forward = beside_s(layer.forward, sharded.gather, loss)
         beside = layer._replace(forward=forward, backward=beside_s(layer.backward, sharded.backward, loss))
         gathered = sharded.gather + sharded.reduce  # before the first layer, and after the last
     first, last = _ends_s(prepared, prices)
-    stages = stage_times(layers, beside, first, last)
-    slowest = max(range(w.pp), key=lambda i: stages[i].whole)
+    stages = stage_times(lies.layers, beside, first, last)
+    devices = lies.per_device(stages)
+    slowest = max(range(w.pp), key=lambda i: devices[i].whole)
     overlapped = "pipeline" in prices.stack.overlaps
     pipeline = makespan_s(w, stages, steps, waits=not overlapped)
     hop = hop_s(w, prices, micro_batch)
     each = w.layers / w.pp
     mean = StageTime(each * beside.forward, each * beside.backward, each * beside.weight)
-    n, repeated = layers[slowest], steps
-    ends = stages[slowest].whole - n * (beside.forward + beside.backward)
+    n, repeated = lies.worked(slowest), steps
+    ends = devices[slowest].whole - n * (beside.forward + beside.backward)
     parts = {
         "kernels": repeated * n * (layer.kernels_forward + layer.input + layer.weight),
         "recompute": repeated * n * layer.again,
@@ -121,9 +120,9 @@ def _parts(prepared: Prepared, prices: Prices, layers: tuple[int, ...]) -> tuple
         "host": repeated * n * layer.host,
         "fsdp": repeated * n * (beside.forward + beside.backward - layer.forward - layer.backward) + gathered,
         "ends": repeated * ends,
-        "bubble": pipeline - repeated * stages[slowest].whole,
+        "bubble": pipeline - repeated * devices[slowest].whole,
         "sends": hops_s(w, hop, steps, overlapped),
-        "data": reduction_s(w, prices, mean) + tied_s(w, prices),
+        "data": reduction_s(w, prices, mean) + tied_s(w, prices) + mirrored_s(w, prices),
         "optimizer": optimizer_s(w, prices),
         "step": prices.software["software.step_s"],
     }

@@ -75,8 +75,8 @@ class Workload:
         sp: whether what lies between tensor-parallel regions is cut along the sequence.
         etp: tensor-parallel size within an expert. None: not stated: 1 where ep > 1, else tp.
         zero: ZeRO's stage: 0 none, 1 states of the optimizer, 2 and gradients, 3 and parameters.
-        fsdp: whether parameters are gathered layer by layer (ZeRO 3 as FSDP does it).
-        hsdp: ranks that share one copy of the parameters under fsdp. None: all of dp.
+        fsdp: whether parameters are gathered layer by layer, as they are under zero=3.
+        hsdp: ranks that share one copy of the parameters where they are gathered. None: all of dp.
         schedule: of the pipeline.
         optimizer_sync: whether all stages wait for one another before the optimizer's step; matters to schedules whose
             stages end at different times.
@@ -144,6 +144,11 @@ class Workload:
     def expert_tp(self) -> int:
         """Tensor-parallel size within an expert."""
         return self.etp if self.etp is not None else 1 if self.ep > 1 else self.tp
+
+    @property
+    def gathered(self) -> bool:
+        """Whether parameters are cut, too, and gathered layer by layer: FSDP, or ZeRO's third stage by that name."""
+        return self.fsdp or self.zero == 3
 
     @property
     def dense_layers(self) -> int:
