@@ -6,10 +6,10 @@ import math
 from itertools import pairwise
 
 from .build import build_shape
-from .constants import fitted
 from .errors import HardwareError
 from .places import File
 from .plausible import MOST_DEVICES
+from .priced_by import check_caps, check_fill, check_kernels, check_sustained
 from .schema import ClusterTable, LinkTable
 from .switched import KINDS as SWITCHED
 
@@ -84,22 +84,6 @@ def _balance(table: ClusterTable, file: File) -> None:
             f"Chips have {LEAST_INTENSITY:g} to {MOST_INTENSITY:,} (an H100 590 in float8): one of them lost a factor."
         )
         raise file.clash(memory, relation, (f"chip.peak_flops.{dtype}", peaks[dtype]), hint)
-
-
-def _kernels(table: ClusterTable, file: File) -> None:
-    chip = table.chip
-    if chip.tiled and chip.array_side is not None:
-        hint = "A product is cut into tiles for many cores, or padded to one array: say one of them."
-        raise file.clash(("chip.array_side", chip.array_side), "does not go with", ("chip.tiled", True), hint)
-    if chip.power_limit_w is not None and chip.tdp_w is not None and chip.power_limit_w > chip.tdp_w:
-        hint = "A limit is at most what the board may draw: correct one of them, or take the limit away."
-        raise file.clash(("chip.power_limit_w", chip.power_limit_w), "is above", ("chip.tdp_w", chip.tdp_w), hint)
-    families = {name.split(".")[0] for name in fitted()}
-    for i, family in enumerate(chip.fitted):
-        if family not in families:
-            field = f"chip.fitted.{i}"
-            message = f"{field} = {family!r} is no family of constants."
-            raise file.error(field, message, f"Known: {', '.join(sorted(families))}.", family)
 
 
 def _launches(table: ClusterTable, file: File) -> None:
@@ -258,12 +242,15 @@ CONTRADICTIONS = (
     _narrow_formats,
     _balance,
     _memory,
-    _kernels,
+    check_sustained,
+    check_kernels,
     _launches,
     _count,
     _links,
     _switches,
     _protocols,
+    check_caps,
+    check_fill,
     _levels,
     _shape,
     _racks,

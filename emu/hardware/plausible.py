@@ -35,9 +35,13 @@ BOUNDS = (
     Bound("sm_bytes", 1e3, 1e11, "bytes of one core", '228 KB are 233472, or "228KiB"'),
     Bound("register_bytes", 1e3, 1e11, "bytes of one core", '256 KB are 262144, or "256KiB"'),
     Bound("hbm_bytes", 1e3, 1e15, "bytes", '80 GB are 80e9, or "80GB"'),
-    Bound("host_bytes", 1e3, 1e18, "bytes", '2 TB are 2e12, or "2TB"'),
+    Bound("host_bytes", 1e6, 1e18, "bytes", '2 TB are 2e12, or "2TB"'),
     Bound("capacity_bytes", 1e6, 1e21, "bytes", "240 PB are 240e15"),
     Bound("fill_bytes", 1, 1e12, "bytes", '12 MB are 12e6, or "12MB"'),
+    Bound("sustained", 0.01, 1, "shares of the peak", "an H100 keeps up 0.66 in bfloat16"),
+    Bound("attention", 0.001, 1, "shares of the peak", "an H100's flash2 reaches about 0.4"),
+    Bound("overlap_loss", 0, 0.9, "shares of what a chip computes", "0.26 is usual"),
+    Bound("fraction", 0.01, 2, "shares of a rate", "0.8 is usual"),
     Bound("kernel_s", 0.0, 1e-3, "seconds", "2 microseconds are 2e-6"),
     Bound("launch_s", 0.0, 1e-2, "seconds", "7 microseconds are 7e-6"),
     Bound("_s", 0.0, 0.1, "seconds", "3.4 microseconds are 3.4e-6"),
@@ -52,8 +56,8 @@ BOUNDS = (
     Bound("racks", 1e-4, 1e5, "racks of one node", "half a rack is 0.5"),
     Bound("ports", 1, 1e6, "lanes of one device", "a device of a full mesh of eight has 7"),
 )
-# Rates beside their names are tables: "peak_flops.bfloat16".
-_TABLES_OF_RATES = ("peak_flops", "achievable_flops", "calibrated_flops", "vector_flops")
+# Rates and shares beside their names are tables: "peak_flops.bfloat16".
+_TABLES_OF_RATES = ("peak_flops", "achievable_flops", "calibrated_flops", "vector_flops", "sustained", "attention")
 
 
 def check_plausible(table: Mapping[str, Any], file: File) -> None:
