@@ -46,7 +46,9 @@ def step_flops(w: Workload, pairs: Pairs = "full", recomputed: bool = False) -> 
     """Products of a step on all devices: three times the forward pass.
 
     Args:
-        recomputed: also count what is computed again ("hardware FLOPs"): all layers, or attention alone.
+        recomputed: also count what is computed again, as sources do who print "hardware FLOPs": a forward of all layers;
+            or, where it is attention alone, a forward and a backward of it (Korthikanti's equation 8: three times what
+            is in fact computed again).
     """
     one = forward_flops(w, pairs) * w.global_batch
     if not recomputed or w.recompute == "none":
@@ -55,7 +57,7 @@ def step_flops(w: Workload, pairs: Pairs = "full", recomputed: bool = False) -> 
     attended = _attended_flops(w, pairs) * w.global_batch
     again = {
         "full": one - head,
-        "selective": attended,
+        "selective": 3 * attended,
         "every-other-layer": (one - head) / 2,
         "per-op": (one - head) / 2,
     }
