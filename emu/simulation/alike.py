@@ -129,8 +129,10 @@ def _pieces(dist: Any, axis: str) -> list[tuple[Any, ...]]:
         elif isinstance(placed, Shard):
             sizes = split_sizes(sharding.shapes[name][placed.dim], ranks)
         elif isinstance(placed, Slices):
-            ranges = [part for parts in placed.ranges for part in parts]
-            shared = len(set(ranges)) < len(ranges)  # of what several hold, one counts it
+            ranges = sorted(part for parts in placed.ranges for part in parts)
+            shared = any(
+                end > start for (_, end), (start, _) in zip(ranges, ranges[1:])
+            )  # of what several hold, one counts it
             sizes = range(ranks) if shared else [tuple(b - a for a, b in parts) for parts in placed.ranges]
         for place, size in zip(found, sizes):
             place.append(size)

@@ -17,6 +17,7 @@ LLAMA = Config(
 )  # fmt: skip
 GPT = Config(layers=4, width=32, heads=4, ffn=128, vocab=64, seq=64)
 TIED = Config(layers=4, width=32, heads=4, ffn=128, vocab=62, seq=64, tied=True)  # a vocabulary that 4 does not divide
+ODD_HEADS = replace(LLAMA, width=80, heads=20, kv_heads=5)  # pieces of 4 ranks overlap, and are no equal ones
 MOE = replace(LLAMA, ffn=32, experts=4, top_k=2, balance=0.01, renormalize=True)
 
 

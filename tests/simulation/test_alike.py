@@ -18,7 +18,7 @@ from emu.simulation import Figures, Simulated, alike, simulate
 from emu.simulation.program import END, START, Step
 from emu.spmd import PlanError
 
-from .small import GPT, LLAMA, MOE, TIED, cluster, simulated
+from .small import GPT, LLAMA, MOE, ODD_HEADS, TIED, cluster, simulated
 
 BY_RANK = ("peak_host_bytes",)  # a list of the ranks that ran
 ROUNDED = (
@@ -72,6 +72,7 @@ def asked(draw: st.DrawFn) -> tuple[Any, str, dict[str, Any]]:
 @example((LLAMA, "dp=8", {"zero": 3, "replicate": 2, "global_batch": 16}), 2)
 @example((TIED, "dp=2,pp=2,tp=2", {"global_batch": 8, "microbatches": 2, "zero": 3}), 4)
 @example((LLAMA, "dp=3,tp=2", {"global_batch": 6, "zero": 1}), 2)
+@example((ODD_HEADS, "dp=2,tp=4", {"global_batch": 8}), 8)
 def test_the_figures_are_those_of_all_ranks(
     tmp_path_factory: pytest.TempPathFactory, wanted: tuple[Any, str, dict[str, Any]], per_node: int
 ) -> None:
