@@ -9,7 +9,7 @@ What follows from the plan alone is looked up before anything runs; what from th
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from itertools import product
+from itertools import pairwise, product
 from math import prod
 from typing import Any
 
