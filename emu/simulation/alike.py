@@ -130,9 +130,8 @@ def _pieces(dist: Any, axis: str) -> list[tuple[Any, ...]]:
             sizes = split_sizes(sharding.shapes[name][placed.dim], ranks)
         elif isinstance(placed, Slices):
             ranges = sorted(part for parts in placed.ranges for part in parts)
-            shared = any(
-                end > start for (_, end), (start, _) in zip(ranges, ranges[1:])
-            )  # of what several hold, one counts it
+            # Of what several hold, one counts it.
+            shared = any(end > start for (_, end), (start, _) in pairwise(ranges))
             sizes = range(ranks) if shared else [tuple(b - a for a, b in parts) for parts in placed.ranges]
         for place, size in zip(found, sizes):
             place.append(size)
