@@ -10,7 +10,8 @@ from workloads import llama, workload
 from emu.parallel.pipeline import Times, make, timed
 from emu.planner.closed import predict
 from emu.planner.closed.pipeline import FORMS, hops_s, makespan_s
-from emu.planner.closed.stages import StageTime, laid, layers_of_stages
+from emu.planner.closed.stages import StageTime, laid, layers_of_stages, stage_times
+from emu.planner.closed.timing import LayerTime
 
 
 def walked(schedule, stages, microbatches, chunks=1):
@@ -164,6 +165,13 @@ def test_every_layer_has_a_stage(layers, stages):
         return
     dealt = layers_of_stages(layers, stages)
     assert sum(dealt) == layers and len(dealt) == stages and min(dealt) >= 0 and max(dealt) - min(dealt) <= 1
+
+
+def test_half_of_the_heads_backward_is_its_weights():
+    """By hand, with layers of 1 and 2 s, of which 1 s is the weights'."""
+    layer = LayerTime(1.0, 2.0, 1.0, 1.0, 1.0, *(0.0,) * 5)
+    found = stage_times((3, 3), layer, (0.25, 0.5), (1.0, 3.0))
+    assert found == (StageTime(3.25, 6.5, 3.0), StageTime(4.0, 9.0, 4.5))
 
 
 def test_messages_between_stages_cost_less_where_they_overlap():

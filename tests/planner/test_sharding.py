@@ -8,10 +8,11 @@ from hypothesis import strategies as st
 from workloads import llama, mixtral
 
 from emu.planner.closed import Moe, predict, stack
-from emu.planner.closed.params import embedding_params
+from emu.planner.closed.communication import all_to_all_s, layer_messages
+from emu.planner.closed.params import LayerParams, embedding_params, on_rank
 from emu.planner.closed.placing import cut
 from emu.planner.closed.prices import Prices
-from emu.planner.closed.sharding import fsdp_layer, optimizer_s, reduction_s
+from emu.planner.closed.sharding import fsdp_layer, mirrored_s, optimizer_s, reduction_s
 from emu.planner.closed.stages import StageTime
 
 EXPERTS = Moe(8, 2, 14336)
@@ -88,3 +89,46 @@ def test_all_of_zero_below_three_is_reduced_over_dp_and_cp():
     cp, dp = llama(dp=2, cp=4, zero=1), llama(dp=8, zero=1)
     assert reduction_s(cp, prices(cp), nothing) == pytest.approx(reduction_s(dp, prices(dp), nothing))
     assert embedding_params(cp) == embedding_params(dp)
+
+
+def test_reductions_hide_behind_a_long_backward_but_for_a_bucket():
+    """By hand: 8 % have nothing to hide behind, and the rest slows what it runs beside."""
+    w = llama(dp=16, zero=0)
+    bare = reduction_s(w, prices(w), StageTime(0.0, 0.0, 0.0))
+    hidden = reduction_s(w, prices(w), StageTime(1e3, 1e3, 0.0))
+    assert "data" in prices(w).stack.overlaps
+    assert hidden == pytest.approx(bare * (1 - 0.92 + prices(w).chip.overlap_loss))
+
+
+def test_stages_on_two_devices_sum_their_gradients_between_these_too():
+    """DualPipe's two copies of each stage; no other schedule has any."""
+    run = {"pp": 4, "dp": 2, "global_batch": 64}
+    for schedule in ("1f1b", "zb-v", "dualpipe-v"):
+        w = llama(schedule=schedule, **run)
+        assert mirrored_s(w, prices(w)) == 0
+    w, sharded = (llama(schedule="dualpipe", zero=zero, **run) for zero in (0, 1))
+    bytes_ = predict(w).params_per_rank * prices(w).stack.gradient_bytes
+    assert bytes_ / 450e9 < mirrored_s(w, prices(w)) < 3 * bytes_ / 50e9
+    assert mirrored_s(sharded, prices(w)) < 0.6 * mirrored_s(w, prices(w))
+
+
+def test_experts_are_cut_over_ep_and_etp():
+    assert on_rank(mixtral(tp=2, dp=8, ep=4, etp=2), LayerParams(16.0, 64.0)) == (8.0, 8.0)
+
+
+def test_experts_whose_parts_lie_beside_one_another_reach_fewer_in_a_node():
+    """Eight ranks of experts, two devices each: half of them lie in another node."""
+    far, near = (mixtral(tp=2, dp=8, ep=8, etp=etp) for etp in (2, 1))
+    assert all_to_all_s(far, prices(far), 4096) > 2 * all_to_all_s(near, prices(near), 4096)
+
+
+def test_rings_hide_behind_attention_but_for_their_first_steps():
+    """By hand: a tenth stays in sight behind long attention, all and a tenth behind none; gradients pass, too, in backward."""
+    w = llama(cp=4)
+
+    def context(attention):
+        return layer_messages(w, prices(w), 1, attention, 0.0, False)[2:4]
+
+    bare, behind = context((0.0, 0.0)), context((1.0, 1.0))
+    assert bare[1] == pytest.approx(2 * bare[0]) and behind[1] == pytest.approx(2 * behind[0])
+    assert behind[0] == pytest.approx(0.1 * bare[0] / 1.1) and behind[0] > 0

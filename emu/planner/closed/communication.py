@@ -81,7 +81,7 @@ def all_to_all_s(w: Workload, prices: Prices, tokens: float) -> float:
     if w.ep == 1 or w.moe is None:
         return 0.0
     sent = tokens / w.tp * w.hidden * ELEMENT * w.moe.topk
-    per_node = in_node(w, w.ep)
+    per_node = in_node(w, w.ep, w.expert_tp)
     if prices.stack.dispatcher == "plain" or not w.moe.dropless:
         return prices.moving_s("all_to_all", sent, w.ep, per_node) + DISPATCH_S
     nodes = -(-w.ep // per_node)

@@ -102,7 +102,7 @@ def stage_times(
 ) -> tuple[StageTime, ...]:
     """Each stage's time from its layers; `first` and `last`: what embedding and head add, forward and backward.
 
-    A third of the head's backward counts as its weight's gradient: half of two equal products, and cross entropy.
+    Half of the head's backward counts as its weight's gradient: one of two equal products; cross entropy is small beside.
     """
     stages = [StageTime(n * layer.forward, n * layer.backward, n * layer.weight) for n in layers]
     stages[0] = _more(stages[0], *first, 0.0)
