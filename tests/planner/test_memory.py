@@ -12,7 +12,9 @@ from workloads import llama, mixtral, workload
 from emu.parallel.pipeline import make, peak_activations
 from emu.planner.closed import Moe, predict, stack
 from emu.planner.closed.activations import layer_bytes
-from emu.planner.closed.memory import RESERVED, _in_flight, state_bytes
+from emu.planner.closed.memory import RESERVED, _in_flight, _states, state_bytes
+from emu.planner.closed.params import layer_params, n_params, on_rank
+from emu.planner.closed.stages import laid
 from emu.validate.reading import packaged_rows
 
 
@@ -121,6 +123,14 @@ def test_fsdp_with_dense_layers_below_those_with_experts_forgets_none():
     # 7 of 8 experts fewer, 16 bytes a parameter cut over 64 ranks; and an allocator's share.
     by_hand = RESERVED * 7 * 3 * 4096 * 14336 * 16 / 64
     assert [before - after for before, after in pairwise(peaks)] == pytest.approx([by_hand] * 3, rel=1e-3)
+
+
+def test_fsdp_holds_three_gathered_layers_of_the_larger_kind():
+    """By hand: 16 bytes a parameter cut over 64 ranks, three layers with experts, embedding and head, of two bytes each."""
+    w = llama(dp=64, fsdp=True, zero=3, moe=Moe(8, 2, 14336, first_dense=1))
+    one = sum(on_rank(w, layer_params(w, expert=True)))
+    by_hand = 16 * n_params(w) / 64 + 3 * 2 * one + 2 * 2 * w.vocab * w.hidden
+    assert _states(w, stack(w.stack), 0, laid(w)) == pytest.approx(by_hand, rel=1e-4)
 
 
 def states(**changes):

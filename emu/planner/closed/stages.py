@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import NamedTuple
 
 from emu.parallel.pipeline import Schedule, make
@@ -35,26 +36,21 @@ class Laid(NamedTuple):
     layers: tuple[int, ...]
     devices: tuple[tuple[int, ...], ...]
 
-    def share(self, stage: int) -> float:
-        """Of a stage's micro-batches, what each device that holds it works on."""
-        return 1 / sum(stage in held for held in self.devices)
+    @property
+    def copies(self) -> float:
+        """On how many devices each stage lies: two of DualPipe, which share its micro-batches out, else one."""
+        return sum(map(len, self.devices)) / len(self.layers)
 
     def per_device(self, stages: Sequence[StageTime]) -> tuple[StageTime, ...]:
-        """What each device takes for a micro-batch, from what each stage takes."""
-        shares = [self.share(stage) for stage in range(len(stages))]
+        """What each device takes for a micro-batch, on average, from what each stage takes."""
         return tuple(
-            StageTime(*(sum(shares[stage] * stages[stage][part] for stage in held) for part in range(3)))
+            StageTime(*(sum(stages[stage][part] for stage in held) / self.copies for part in range(3)))
             for held in self.devices
         )
 
     def worked(self, device: int) -> float:
         """Layers that a device works on for a micro-batch, on average."""
-        return sum(self.share(stage) * self.layers[stage] for stage in self.devices[device])
-
-    @property
-    def copies(self) -> float:
-        """On how many devices a stage lies."""
-        return sum(map(len, self.devices)) / len(self.layers)
+        return sum(self.layers[stage] for stage in self.devices[device]) / self.copies
 
     def ends(self, device: int) -> tuple[bool, bool]:
         """Whether a device has the first stage, and whether the last."""
@@ -72,10 +68,15 @@ def laid(w: Workload) -> Laid:
     Raises:
         PlanError: a schedule that this many devices cannot do.
     """
-    schedule = None if w.pp == 1 or w.schedule in IN_ORDER else rows(w, WALKED * w.pp)
-    if schedule is None:
-        return Laid(layers_of_stages(w.layers, w.pp), tuple((device,) for device in range(w.pp)))
+    if w.pp == 1 or w.schedule in IN_ORDER:
+        return _in_order(w.layers, w.pp)
+    schedule = rows(w, WALKED * w.pp)
     return Laid(layers_of_stages(w.layers, schedule.stages), schedule.stages_of)
+
+
+@cache
+def _in_order(layers: int, devices: int) -> Laid:
+    return Laid(layers_of_stages(layers, devices), tuple((device,) for device in range(devices)))
 
 
 def rows(w: Workload, microbatches: int) -> Schedule:
