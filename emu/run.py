@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, cast
 
-import torch
-
-from emu.cost import LAUNCH_MODES, Advice, Metrics, Timeline, advise, collective_s, kernel_s, price, transfer_s
+from emu.cost import LAUNCH_MODES, Advice, Metrics, Timeline, advise, price
+from emu.cost.event_seconds import event_seconds
+from emu.cost.standing import Standing
 from emu.equivalence import Hazards, Verdict, check, prove
 from emu.hardware import Cluster, cluster
 from emu.real.launch import launch_real, under_torchrun
 from emu.runfiles import NO_MEMORY, read, write
 from emu.spmd import EmuError, Mesh, Precision
+from emu.spmd.precision import as_default_dtype
 from emu.spmd.programs import check_kinds
-from emu.trace.events import Collective, Kernel, Use
+from emu.trace.events import Use
 from emu.trace.memory import Memory
 from emu.trace.trace import Trace
 from emu.view.notebook import attach
@@ -77,7 +77,7 @@ def launch(
             "only virtual devices that track their memory can record who uses it",
             'launch with backend="virtual" and track=True, or without uses',
         )
-    with _default_dtype(roles):
+    with as_default_dtype(roles):
         if backend == "real":
             if ranks is not None:
                 raise EmuError("every real rank runs", 'leave ranks out, or use backend="shape"')
@@ -89,7 +89,7 @@ def launch(
             "order": order,
             "meta": backend == "shape",
             "ranks": ranks,
-            "seconds": _seconds(where) if order == "time" else None,
+            "seconds": event_seconds(where) if order == "time" else None,
         }
         virtual = run_virtual(program, mesh, track=track, args=args, uses=uses, **how)
     untracked = None if track else "untracked"
@@ -120,11 +120,13 @@ class Run:
         args: Sequence[Any] = (),
         gather: Callable[[], list[Any]] | None = None,
         no_memory: str | None = None,
+        standing: Standing | None = None,
     ) -> None:
         self.program, self.mesh, self.cluster, self.results, self.trace = program, mesh, where, results, trace
         self.launch_mode = launch_mode
         self._args, self._gather = args, gather
         self._no_memory = no_memory
+        self._standing = standing  # where not every rank ran: for how many each one stands that did
         self._how: tuple[Precision | None, dict[str, Any]] = None, {}  # to run it again on virtual devices
         self._memory = Memory(trace, where.chip.hbm_bytes)
 
@@ -145,14 +147,28 @@ class Run:
         return self._no_memory is None
 
     def timeline(self, on: Cluster | str | None = None) -> Timeline:
-        """When everything happens, priced on a cluster: the run's own, or another without running again."""
+        """When everything happens, priced on a cluster: the run's own, or another without running again.
+
+        Raises:
+            EmuError: some ranks ran for all, which may differ there.
+        """
         if on is None:
             return self._timeline
-        return price(self.trace, cluster(on) if isinstance(on, str) else on, self.launch_mode)
+        other = cluster(on) if isinstance(on, str) else on
+        if self._standing is not None and not self._alike_on(other):
+            raise self._standing.error(f"what ran on {self.cluster.name}", other)
+        return self._priced(other)
+
+    def _alike_on(self, other: Cluster) -> bool:
+        return self._standing is None or self._standing.holds_on(other)
+
+    def _priced(self, on: Cluster) -> Timeline:
+        priced = price(self.trace, on, self.launch_mode)
+        return priced if self._standing is None else replace(priced, stand_for=self._standing.counts)
 
     @cached_property
     def _timeline(self) -> Timeline:
-        return price(self.trace, self.cluster, self.launch_mode)
+        return self._priced(self.cluster)
 
     @cached_property
     def metrics(self) -> Metrics:
@@ -201,7 +217,7 @@ class Run:
         if self.program is None or any(True for _ in self.trace.of(Use)):
             return prove(self.trace)
         roles, how = self._how
-        with _default_dtype(roles):
+        with as_default_dtype(roles):
             return prove(run_virtual(self.program, self.mesh, args=self._args, uses=True, **how).trace)
 
     def without(self, pattern: str) -> Run:
@@ -238,12 +254,15 @@ class Run:
 
     def _with(self, trace: Trace) -> Run:
         known = (self.program, self.mesh, self.cluster, self.results, trace, self.launch_mode)
-        part = Run(*known, self._args, self._gather, self._no_memory)
+        part = Run(*known, self._args, self._gather, self._no_memory, self._standing)
         part._how = self._how
         return part
 
     def __repr__(self) -> str:
-        return f"Run({self.mesh}, {len(self.trace)} events on {self.cluster.name})"
+        ran = (
+            f"; {len(self.trace.ranks)} of {self.mesh.size:,} ranks ran, for all" if self._standing is not None else ""
+        )
+        return f"Run({self.mesh}, {len(self.trace)} events on {self.cluster.name}{ran})"
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes results, trace and mesh to a file, whole or not at all.
@@ -260,35 +279,17 @@ class Run:
         Args:
             on: the cluster, if it is not one that emu knows by name.
 
+        Of a simulated step in which some ranks ran for all, its metrics weigh each by how many it stands for, too.
+
         Raises:
-            EmuError: a file that is missing, damaged, or no saved run.
+            EmuError: a file that is missing, damaged, or no saved run; a cluster on which ranks that ran may not stand for
+                the others.
         """
-        mesh, where, results, trace, launch_mode, no_memory = read(path, on)
-        return Run(None, mesh, where, results, trace, launch_mode, no_memory=no_memory)
+        saved = read(path, on)
+        known = (saved.mesh, saved.cluster, saved.results, saved.trace, saved.launch_mode)
+        run = Run(None, *known, no_memory=saved.no_memory, standing=saved.standing)
+        run._memory = Memory(saved.trace, run._memory.capacity_bytes, saved.held, saved.held_by_host)
+        return run
 
 
 attach(Run)
-
-
-def _seconds(where: Cluster) -> Callable[[Any], float]:
-    """What an event lasts, for order="time"."""
-
-    def seconds(event: Any) -> float:
-        if type(event) is Kernel:
-            return max(kernel_s(event, where.chip), where.host.launch_s)
-        if type(event) is Collective:
-            return collective_s(event, where)
-        return transfer_s(event, where)
-
-    return seconds
-
-
-@contextmanager
-def _default_dtype(roles: Precision | None) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    if roles is not None:
-        torch.set_default_dtype(cast(torch.dtype, roles.param))
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)

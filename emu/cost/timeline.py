@@ -44,6 +44,7 @@ class Timeline:
         cluster: on what.
         launch_mode: how kernels were launched: "eager", "compiled" or "graph".
         contention: whether what runs at one time shared devices and links.
+        stand_for: rank -> how many ranks it stands for, which do the same as it does; None: one each.
     """
 
     trace: Trace = field(repr=False)
@@ -57,6 +58,7 @@ class Timeline:
     _costs: Mapping[int, Sequence[Any]] = field(
         repr=False
     )  # by rank, for every event: what it costs alone, as .seconds
+    stand_for: Mapping[int, int] | None = field(default=None, repr=False)
 
     @cached_property
     def step_time_s(self) -> float:
@@ -114,4 +116,4 @@ class Timeline:
         Args:
             tokens: tokens that all ranks together trained on, for tokens_per_s.
         """
-        return measure(self, tokens)
+        return measure(self, tokens, self.stand_for)

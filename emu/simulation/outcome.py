@@ -8,9 +8,12 @@ from functools import cached_property
 from typing import Any
 
 from emu.cost import Metrics
-from emu.cost.metrics import measure, sent_by_label
+from emu.cost.metrics import sent_by_label
+from emu.cost.standing import Standing, levels_of
+from emu.hardware import Cluster
 from emu.parallel import Plan
 from emu.run import Run
+from emu.simulation.alike import classes_of
 from emu.simulation.asked import Asked
 from emu.simulation.program import END, START
 from emu.trace.allocator import Held, alive_after, held
@@ -73,6 +76,7 @@ class Simulated(Run):
         part = whole.window(START, END)
         super().__init__(part.program, part.mesh, part.cluster, part.results, part.trace, part.launch_mode)
         self._how = whole._how
+        self._standing = Standing(stand_for, levels_of(self.cluster))
         self._memory = part.memory
         self._wanted, self._stand_for = wanted, stand_for
         self.plan, self.model = wanted.plan, wanted.name
@@ -86,7 +90,7 @@ class Simulated(Run):
     def metrics(self) -> Figures:
         """The figures of the step, on all devices of the mesh."""
         plan, capacity = self.plan, self.cluster.chip.hbm_bytes
-        priced = measure(self.timeline(), plan.global_batch * plan.seq, self._stand_for)
+        priced = self.timeline().metrics(plan.global_batch * plan.seq)
         bubble = self._bubble()
         of_run = {field.name: getattr(priced, field.name) for field in fields(Metrics)}
         of_run["peak_hbm_bytes"] = [max(held.allocated for held in stage) for stage in self._by_stage()]
@@ -130,6 +134,9 @@ class Simulated(Run):
                 f"{bytes_text(capacity)} of {self.cluster.chip.name}: {', '.join(f'{kind} {bytes_text(n)}' for n, kind in kinds)}"
             )
         return [*lines, f"hint: {cure(self.plan, self.memory.at_peak())}"]
+
+    def _alike_on(self, other: Cluster) -> bool:
+        return super()._alike_on(other) or classes_of(self.plan, other) == classes_of(self.plan, self.cluster)
 
     def _by_stage(self) -> list[list[Held]]:
         stages: list[list[Held]] = [[] for _ in range(self.mesh.axes.get("pp", 1))]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from typing import cast
 
 import torch
 
@@ -68,3 +71,15 @@ PRESETS = {
     "bf16-mixed": Precision(param="bf16", grad="bf16", activations="bf16"),
     "fp16-scaled": Precision(param="fp16", grad="fp16", activations="fp16"),
 }
+
+
+@contextmanager
+def as_default_dtype(roles: Precision | None) -> Iterator[None]:
+    """While it lasts, tensors made without a dtype take that of parameters; None leaves torch's default."""
+    before = torch.get_default_dtype()
+    if roles is not None:
+        torch.set_default_dtype(cast(torch.dtype, roles.param))
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
