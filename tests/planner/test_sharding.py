@@ -68,6 +68,16 @@ def test_copies_sum_the_gradients_of_experts_too():
     assert steps == sorted(steps), "to sum gradients this large takes longer than to gather over fewer ranks saves"
 
 
+def test_a_mean_layer_gathers_what_layers_with_experts_and_without_do_on_average():
+    def of(first_dense):
+        w = llama(dp=64, fsdp=True, zero=3, moe=Moe(8, 2, 14336, first_dense=first_dense))
+        return fsdp_layer(w, prices(w), 1)
+
+    none, half, every = of(0), of(16), of(32)
+    assert every.gather < half.gather < none.gather
+    assert half == pytest.approx([(a + b) / 2 for a, b in zip(none, every)])
+
+
 def test_a_few_copies_within_a_node_are_summed_within_it():
     w = llama(dp=8, fsdp=True, zero=3, hsdp=1)
     one = fsdp_layer(w, prices(w), 1)

@@ -28,12 +28,18 @@ class Sharded(NamedTuple):
 
 
 def fsdp_layer(w: Workload, prices: Prices, microbatches: int) -> Sharded:
-    """A layer of FSDP: parameters are gathered before each use, gradients reduced for every micro-batch.
+    """The mean layer of FSDP: parameters are gathered before each use, gradients reduced for every micro-batch.
 
     Under HSDP each copy's gradients are summed with the other copies' once a step.
     """
+    kinds = ((w.dense_layers, False), (w.layers - w.dense_layers, True))
+    each = [(n / w.layers, _gathered(w, prices, microbatches, expert)) for n, expert in kinds if n]
+    return Sharded(sum(share * one.gather for share, one in each), sum(share * one.reduce for share, one in each))
+
+
+def _gathered(w: Workload, prices: Prices, microbatches: int, expert: bool) -> Sharded:
+    """A layer with experts or with an ordinary MLP."""
     stack = prices.stack
-    expert = w.dense_layers < w.layers
     shared, experts = on_rank(w, layer_params(w, expert))
     size = stack.gathers_fp8 and w.precision == "fp8"
     gather_bytes, reduce_bytes = 1 if size else GATHER_BYTES, stack.sharded_gradient_bytes
