@@ -114,7 +114,10 @@ def test_a_warm_up_has_forwards_alone_and_may_start_again(name):
 
 
 def test_no_stage_waits_between_two_steps():
-    """ZB-H2 is a parallelogram: the first stage ends first, and goes on. A norm that all wait for makes it wait."""
+    """ZB-H2 is a parallelogram: the first stage ends first, and goes on. A norm that all wait for makes it wait.
+
+    So does the sum of the loss over stages, which is left out here.
+    """
     config = Config(layers=4, width=512, heads=4, vocab=64, seq=512)
     data = emu.Batch(*(torch.zeros(8, 512, dtype=torch.long, device="meta") for _ in range(2)), tokens=8 * 512)
 
@@ -132,10 +135,10 @@ def test_no_stage_waits_between_two_steps():
 
     mesh = emu.Mesh(pp=4)
     took = [
-        emu.launch(program, mesh, backend="shape", launch_mode="graph", args=(o,)).metrics.step_time_s
+        emu.launch(program, mesh, backend="shape", launch_mode="graph", args=(o,)).without("loss").metrics.step_time_s
         for o in (False, True)
     ]
-    assert took[1] < took[0]
+    assert took[1] < 0.97 * took[0]
 
 
 # What is refused while a step is pending, and what a call that fails leaves behind: nothing.

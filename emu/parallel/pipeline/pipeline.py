@@ -125,8 +125,9 @@ class Pipeline(DataParallel):
             microbatches: how many, where other than the Pipeline's; or the rows of each, which may differ, or be none.
             scale: a LossScale; gradients stay scaled by it until the optimizer's step.
             optimist: whose last step is still to be validated: that is done between the first forwards and the first
-                backward, so that no stage waits for the others between two steps. If the step is taken back, these
-                forwards are done again. There is no zero_grad() in between: this forgets the old gradients itself.
+                backward, so that no stage waits for the others between two steps, but to sum the loss that is returned.
+                If the step is taken back, these forwards are done again. There is no zero_grad() in between: this forgets
+                the old gradients itself.
 
         Raises:
             EmuError: gradients of earlier batches that are neither finished nor forgotten; a step in advance that is not
