@@ -104,6 +104,7 @@ _LAZY = {
     "step": "emu.stepping",
     "verify": "emu.equivalence",
 }
+_PACKAGES = ("clinic", "cost", "equivalence", "export", "hardware", "models", "parallel", "testing", "trace", "view")
 
 
 def _smallest_cluster(n_devices: int) -> Any:
@@ -116,6 +117,8 @@ Mesh.smallest_cluster = staticmethod(_smallest_cluster)
 
 
 def __getattr__(name: str) -> Any:
+    if name in _PACKAGES:
+        return importlib.import_module(f"emu.{name}")
     if name not in _LAZY:
         raise AttributeError(f"module 'emu' has no attribute {name!r}")
     value = getattr(importlib.import_module(_LAZY[name]), name)

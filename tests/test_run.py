@@ -1,6 +1,8 @@
 """A run: the same every time, priced again elsewhere, asked what if, cut to one step, and kept in a file."""
 
 import os
+import subprocess
+import sys
 import zipfile
 
 import pytest
@@ -392,3 +394,14 @@ def test_traces_that_differ_say_where():
     a, b = emu.launch(train, MESH, args=(1,)), emu.launch(train, MESH, args=(2,))
     found = first_difference(a.trace, b.trace)
     assert found is not None and "rank 0" in str(found)
+
+
+def test_packages_are_there_after_import_emu():
+    """In a process of its own: here others have imported them already."""
+    found = subprocess.run(
+        [sys.executable, "-c", "import emu; print(len(emu.hardware.chip_names()), emu.view.__name__)"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert found.stdout.split()[1] == "emu.view"
