@@ -37,7 +37,7 @@ _KINDS = (
     ("tiled", "true or false"),
     ("overlap_loss", "a fraction, e.g. 0.2"),
     ("matmul_ends", "a number from 0"),
-    ("attention_seq", "a number of tokens"),
+    ("attention_seq", "a number of keys"),
     ("power_exponent", "a number from 0"),
 )
 

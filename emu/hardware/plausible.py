@@ -45,7 +45,7 @@ BOUNDS = (
     Bound("kernel_s", 0.0, 1e-3, "seconds", "2 microseconds are 2e-6"),
     Bound("launch_s", 0.0, 1e-2, "seconds", "7 microseconds are 7e-6"),
     Bound("_s", 0.0, 0.1, "seconds", "3.4 microseconds are 3.4e-6"),
-    Bound("attention_seq", 0, 1e6, "tokens", "at 400 tokens the H100's attention reaches half"),
+    Bound("attention_seq", 0, 1e6, "keys", "the H100's blocks of queries start and end in the time of some 300"),
     Bound("matmul_ends", 0, 100, "times that writing a tile takes", "2 is usual"),
     Bound("power_exponent", 0, 3, "powers", "0.6 is usual"),
     Bound("limit_w", 0.01, 1e5, "watts of one device", "0.5 kW are 500"),
