@@ -175,6 +175,18 @@ def test_half_of_the_heads_backward_is_its_weights():
 
 
 def test_messages_between_stages_cost_less_where_they_overlap():
-    w = workload(pp=4)
-    assert 0 < hops_s(w, 1e-3, 16, overlapped=True) < hops_s(w, 1e-3, 16, overlapped=False)
-    assert hops_s(workload(), 1e-3, 16, overlapped=False) == 0
+    w, stages = workload(pp=4), [StageTime(1.0, 2.0, 1.0)] * 4
+    assert 0 < hops_s(w, stages, 1e-3, 16, overlapped=True) < hops_s(w, stages, 1e-3, 16, overlapped=False)
+    assert hops_s(workload(), stages[:1], 1e-3, 16, overlapped=False) == 0
+
+
+@pytest.mark.parametrize("schedule", WALKED)
+@pytest.mark.parametrize("microbatches", [8, 41, 80])
+def test_messages_of_walked_schedules_cost_what_they_do_when_walked(schedule, microbatches):
+    """In v-min, each forward waits for the one before: as many hops as micro-batches, and not once down and back."""
+    w = workload(pp=4, schedule=schedule)
+    stages = [StageTime(1.0, 2.0, 0.9)] * len(laid(w).layers)
+    made = make(schedule, 4, microbatches)
+    spans = [timed(made, Times(1.0, 1.1, 0.9, communication=hop)).makespan for hop in (0.0, 0.05)]
+    found = hops_s(w, stages, 0.05, microbatches, overlapped=True)
+    assert found == pytest.approx(spans[1] - spans[0], rel=0.02)

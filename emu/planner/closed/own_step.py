@@ -92,7 +92,7 @@ def own_parts(w: Workload, prices: Prices, micro_batch: int) -> dict[str, float]
     return {
         "kernels": steps * stages[slowest].whole,
         "bubble": pipeline - steps * stages[slowest].whole,
-        "sends": hops_s(w, hop_s(w, prices, micro_batch), steps, overlapped=True),
+        "sends": hops_s(w, stages, hop_s(w, prices, micro_batch), steps, overlapped=True),
         "data": reduced,
         "optimizer": _joined([optimizer]),
     }

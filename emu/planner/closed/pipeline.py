@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from emu.parallel.pipeline import Times, timed
 
-from .stages import WALKED, StageTime, laid, rows
+from .stages import IN_ORDER, WALKED, StageTime, laid, rows
 from .workload import Workload
 
 # Sends cost each micro-batch, both ways, a part of what they last: of 1F1B nearly all, for as many micro-batches are in
@@ -41,10 +41,15 @@ def makespan_s(w: Workload, stages: Sequence[StageTime], microbatches: int, wait
     return _walked_s(w, stages, microbatches)
 
 
-def hops_s(w: Workload, hop_s: float, microbatches: int, overlapped: bool) -> float:
-    """What messages between stages add: once down the pipeline and back, and a share of each micro-batch's."""
+def hops_s(w: Workload, stages: Sequence[StageTime], hop_s: float, microbatches: int, overlapped: bool) -> float:
+    """What messages between stages add: once down the pipeline and back, and a share of each micro-batch's.
+
+    Schedules without a closed form are walked with messages and without.
+    """
     if w.pp == 1:
         return 0.0
+    if w.schedule not in IN_ORDER:
+        return _walked_s(w, stages, microbatches, hop_s) - _walked_s(w, stages, microbatches)
     once = 2 * (w.pp - 1) * hop_s
     if w.schedule in ("1f1b", "interleaved") and w.vp > 1:
         share = HIDDEN_INTERLEAVED if overlapped else EXPOSED
@@ -110,7 +115,7 @@ FORMS: dict[str, Callable[[Workload, Sequence[StageTime], int], float]] = {
 }
 
 
-def _walked_s(w: Workload, stages: Sequence[StageTime], microbatches: int) -> float:
+def _walked_s(w: Workload, stages: Sequence[StageTime], microbatches: int, hop_s: float = 0.0) -> float:
     """A schedule without a closed form, walked by emu.parallel.pipeline for its first micro-batches.
 
     What further ones take is seen in the second half of these: in some schedules even the slowest device idles between.
@@ -119,6 +124,7 @@ def _walked_s(w: Workload, stages: Sequence[StageTime], microbatches: int) -> fl
         [s.forward for s in stages],
         [s.backward - s.weight for s in stages],
         [s.weight for s in stages],
+        hop_s,
     )
 
     def walk(n: int) -> float:

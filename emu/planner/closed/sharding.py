@@ -117,7 +117,10 @@ def tied_s(w: Workload, prices: Prices) -> float:
 
 
 def mirrored_s(w: Workload, prices: Prices) -> float:
-    """Summing gradients of stages that lie on two devices (DualPipe), between these; of what each keeps, if they are cut."""
+    """Summing gradients of stages that lie on two devices (DualPipe), between these; of what each keeps, if they are cut.
+
+    After the sums over data parallelism, as emu.parallel does it, beside nothing.
+    """
     if w.adapters or laid(w).copies == 1:
         return 0.0
     sharded = w.zero >= 1 or w.gathered

@@ -121,7 +121,7 @@ def _parts(prepared: Prepared, prices: Prices, lies: Laid) -> tuple[dict[str, fl
         "fsdp": repeated * n * (beside.forward + beside.backward - layer.forward - layer.backward) + gathered,
         "ends": repeated * ends,
         "bubble": pipeline - repeated * devices[slowest].whole,
-        "sends": hops_s(w, hop, steps, overlapped),
+        "sends": hops_s(w, stages, hop, steps, overlapped),
         "data": reduction_s(w, prices, mean) + tied_s(w, prices) + mirrored_s(w, prices),
         "optimizer": optimizer_s(w, prices),
         "step": prices.software["software.step_s"],
