@@ -44,9 +44,7 @@ class Outcome:
     @property
     def fits(self) -> bool | None:
         """Whether the fullest device holds it."""
-        if self.prediction is None or self.case.workload is None:
-            return None
-        return max(self.prediction.peak_bytes) <= self.case.workload.cluster.chip.hbm_bytes
+        return self.prediction and self.prediction.fits
 
 
 def judged(

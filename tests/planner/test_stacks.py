@@ -27,7 +27,8 @@ from emu.planner.closed import stack_for, stacks
         ("MaxText on GPUs", "H100-SXM-80GB", True, "maxtext-gpu"),
         ("torchtitan benchmarks. FSDP", "H100-SXM-80GB", True, "torchtitan"),
         ("torchtitan benchmarks. FSDP+compile", "H100-SXM-80GB", True, "torchtitan-compiled"),
-        ("torchtitan docs, float8+asyncTP", "H100-SXM-80GB", True, "torchtitan-async-tp"),
+        ("torchtitan docs/performance.md. Llama 3.1 405B table", "H100-SXM-80GB", True, "torchtitan-compiled"),
+        ("NVIDIA dgxc-benchmarking v25.01.1. maxtext-llama2-70b README", "H100-SXM-80GB", True, "maxtext-gpu"),
         ("MosaicML llm-foundry", "A100-SXM-40GB", True, "llm-foundry"),
     ],
 )

@@ -11,6 +11,11 @@ from .stacks import Stack
 from .workload import Workload
 
 
+def residual_split(w: Workload, stack: Stack) -> int:
+    """Into how many parts tensor parallelism cuts what lies between its regions."""
+    return w.tp if w.sp or stack.cuts_residuals else 1
+
+
 def layer_bytes(w: Workload, stack: Stack, micro_batch: int, recompute: str | None = None) -> float:
     """What one layer keeps.
 
@@ -19,12 +24,12 @@ def layer_bytes(w: Workload, stack: Stack, micro_batch: int, recompute: str | No
     """
     recompute = w.recompute if recompute is None else recompute
     tokens = w.seq / w.cp * micro_batch
-    split = w.tp if w.sp else 1
+    split = residual_split(w, stack)
     if recompute == "full":
         return 2 * tokens * w.hidden / split
     if recompute == "every-other-layer":
         return (2 * tokens * w.hidden / split + layer_bytes(w, stack, micro_batch, "none")) / 2
-    if w.gated or w.moe is not None:
+    if w.gated or w.moe is not None or stack.products_alone:
         return _gated(w, stack, tokens, split, recompute)
     return tokens * w.hidden * _table_2(w, stack, split, recompute != "none")
 
@@ -45,6 +50,10 @@ def _table_2(w: Workload, stack: Stack, split: int, selective: bool) -> float:
 def _gated(w: Workload, stack: Stack, tokens: float, split: int, recompute: str) -> float:
     queries, keys = w.heads * attention_width(w), w.kv_heads * w.head_dim
     ffn, gates = _ffn(w), 2 if w.gated else 1
+    if stack.products_alone and recompute in ("none", "per-op"):
+        # The layer's input and its two outputs; queries, keys, values; and gates, unless they are computed again.
+        gate = gates * ffn if recompute == "none" else 0
+        return tokens * 2 * (3 * w.hidden / split + (queries + 2 * keys + gate) / w.tp)
     if recompute == "per-op":  # every second matrix product's output, and attention's
         return tokens * 2 * (w.hidden / split + (2 * queries + keys + ffn + w.hidden) / w.tp)
     inside = 4 * queries + 4 * keys + 4 * w.heads + 2 * (gates + 1) * ffn

@@ -11,8 +11,6 @@ from .stacks import Stack
 from .work import Message, Pass, Product, Work
 from .workload import Workload
 
-FUSED_CROSS_ENTROPY_BYTES = 24.0  # a logit, forward and backward: read as bf16 and float32, written once
-
 
 class Ends(NamedTuple):
     """Kernels of a micro-batch; cross entropy and gradients of the embedding's size apart, as constants price them.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from emu.parallel.pipeline import peak_activations
 
-from .activations import layer_bytes
+from .activations import layer_bytes, residual_split
 from .params import embedding_params, layer_params, on_rank
 from .placing import cut
 from .stacks import Stack
@@ -19,8 +19,7 @@ from .workload import Workload
 RESERVED = 1.08
 # A process's CUDA context and kernels, and a communicator's buffers (cost_model.md of the reference: 1 to 2 GB in all).
 CONTEXT_BYTES, GROUP_BYTES = 1.5e9, 0.5e9
-LOGIT_BYTES = 12  # bf16 and float32 logits, their softmax and its gradient
-KEPT_LOGIT_BYTES = 6  # of them, until backward: bf16 logits and the softmax
+BUCKET = 5e8  # elements, DeepSpeed's MEMORY_OPT_ALLREDUCE_SIZE
 GATHERED_LAYERS = 3  # FSDP: the layer at work, the one gathered ahead, and gradients not reduced yet
 WEIGHT_BYTES = 32  # per element of the hidden state, what backward of weights alone needs (arXiv:2401.10241)
 
@@ -36,18 +35,32 @@ def state_bytes(params: float, zero: int, ranks: int, gradient: float = 2, optim
 
 def peak_bytes(w: Workload, stack: Stack, micro_batch: int, lies: Laid) -> tuple[float, ...]:
     """Of each device of the pipeline, that of the first stage first, as the stack's published figures count it."""
-    groups = sum(n > 1 for n in (w.tp, w.pp, w.dp, w.cp))
     allocated = [_stage_bytes(w, stack, micro_batch, device, lies) for device in range(w.pp)]
     if stack.counted == "allocated":
         return tuple(allocated)
-    beside = CONTEXT_BYTES + groups * GROUP_BYTES if stack.counted == "device" else 0.0
+    beside = _beside_bytes(w) if stack.counted == "device" else 0.0
     return tuple(RESERVED * one + beside for one in allocated)
+
+
+def needed_bytes(w: Workload, stack: Stack, micro_batch: int, lies: Laid) -> tuple[float, ...]:
+    """What each device must have room for: what is allocated at once, and what lies outside torch's allocator.
+
+    Blocks that the allocator holds and does not use are given back where memory is short (torch's notes on CUDA
+    semantics, memory management), so RESERVED does not count. XLA plans all of it before, with no context beside.
+    """
+    beside = _beside_bytes(w) if stack.launch else 0.0
+    return tuple(_stage_bytes(w, stack, micro_batch, device, lies) + beside for device in range(w.pp))
+
+
+def _beside_bytes(w: Workload) -> float:
+    """A process's context and the buffers of its communicators."""
+    return CONTEXT_BYTES + GROUP_BYTES * sum(n > 1 for n in (w.tp, w.pp, w.dp, w.cp))
 
 
 def _stage_bytes(w: Workload, stack: Stack, micro_batch: int, device: int, lies: Laid) -> float:
     first, last = lies.ends(device)
     tokens = w.seq * micro_batch / w.cp
-    split = w.tp if w.sp else 1
+    split = residual_split(w, stack)
     held = _in_flight(w, stack, micro_batch, device, sum(lies.layers[stage] for stage in lies.devices[device]))
     working = layer_bytes(w, stack, micro_batch, "none") if w.recompute != "none" else 0.0
     gradients = 2 * tokens * max((3 if w.gated else 2) * _widest(w) / w.tp, w.hidden)
@@ -59,10 +72,10 @@ def _stage_bytes(w: Workload, stack: Stack, micro_batch: int, device: int, lies:
         ends += boundary * min(w.microbatches(micro_batch), w.pp - device)
     logits = 0.0
     if last:
-        logits = LOGIT_BYTES * tokens * w.vocab / w.tp
+        logits = stack.logit_bytes * tokens * w.vocab / w.tp
         if w.schedule == "gpipe" and w.pp > 1:  # the last stage, too, has all forwards before it
-            held += (w.microbatches(micro_batch) - 1) * KEPT_LOGIT_BYTES * tokens * w.vocab / w.tp
-    return _states(w, stack, device, lies) + held + ends + max(working + gradients, logits)
+            held += (w.microbatches(micro_batch) - 1) * stack.kept_logit_bytes * tokens * w.vocab / w.tp
+    return _states(w, stack, device, lies) + _bucket_bytes(w, stack) + held + ends + max(working + gradients, logits)
 
 
 def _states(w: Workload, stack: Stack, device: int, lies: Laid) -> float:
@@ -102,15 +115,24 @@ def _state(w: Workload, stack: Stack, params: float, ranks: int) -> float:
 
 
 def _deepspeed_bytes(w: Workload, ranks: int) -> float:
-    """Bytes a parameter of DeepSpeed's optimizers for 16-bit training, beside ZeRO's stage 1 at most, from memory.
+    """Bytes a parameter of DeepSpeed's optimizers for 16-bit training, beside ZeRO's stage 1 at most.
 
-    bf16 (BF16_Optimizer): weights and gradients, float32 sums of gradients that no rank's share cuts, and one byte more,
-    which the row of the fit's fold shows and nothing here explains. fp16: gradients become float32 at the step, once more
-    than the optimizer keeps them where they are not cut: each tensor first, then all in one.
+    bf16 (deepspeed/runtime/bf16_optimizer.py): weights and gradients, and float32 sums of gradients, which no rank's share
+    cuts. fp16 (from memory): gradients become float32 at the step, once more than the optimizer keeps them where they are
+    not cut: each tensor first, then all in one.
     """
     if w.precision == "bf16":
-        return 2 + 2 + 4 + 1 + 12 / ranks
+        return 2 + 2 + 4 + 12 / ranks
     return 2 + 2 + (16 / ranks if w.zero else 12 + 4 + 4)
+
+
+def _bucket_bytes(w: Workload, stack: Stack) -> float:
+    """The copy that DeepSpeed makes of a bucket of gradients to reduce them, larger than any block set free before.
+
+    Source: allreduce_bucket and allreduce_no_retain of deepspeed/runtime/engine.py, float32 in bf16 training. In fp16 what
+    the step makes float32 comes later, and takes more.
+    """
+    return 4.0 * BUCKET if stack.deepspeed and w.precision == "bf16" and w.dp > 1 else 0.0
 
 
 def _widest(w: Workload) -> float:

@@ -40,6 +40,11 @@ class Stack:
         counted: what its published memory figures count: "allocated" tensors, "reserved" by torch's allocator, or
             "device" with context and communicators.
         accumulator_bytes: of a gradient as kept between micro-batches.
+        logit_bytes: of a logit and all that cross entropy makes of it, where there is most; kept_logit_bytes: of them,
+            those that are there until its backward; moved_logit_bytes: read and written, forward and backward, 0 where
+            cross entropy is spelled out, which has a fitted constant.
+        products_alone: whether a layer keeps nothing but its products' outputs, and computes the rest again.
+        cuts_residuals: whether tensor parallelism cuts what lies between layers, too, along the hidden size.
         deepspeed: whether DeepSpeed's optimizers for 16-bit training keep the states.
         keeps_outputs: whether a stage keeps what it sent, too.
         recorded: whether its kernels are counted one by one as emu records them, instead of by the fields above.
@@ -67,6 +72,11 @@ class Stack:
     dispatcher: Literal["plain", "nodewise"] = "plain"
     counted: Literal["allocated", "reserved", "device"] = "reserved"
     accumulator_bytes: int = 2
+    logit_bytes: float = 12
+    kept_logit_bytes: float = 6
+    moved_logit_bytes: float = 0
+    products_alone: bool = False
+    cuts_residuals: bool = False
     deepspeed: bool = False
     keeps_outputs: bool = False
     recorded: bool = False

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from .communication import hop_s
-from .ends import FUSED_CROSS_ENTROPY_BYTES, Ends, end_work
+from .ends import Ends, end_work
 from .flops import step_flops
 from .layer import layer_work
-from .memory import peak_bytes
+from .memory import needed_bytes, peak_bytes
 from .own_step import own_parts
 from .pipeline import hops_s, makespan_s
 from .prices import Prices
@@ -58,7 +58,11 @@ def prepare(w: Workload) -> list[Prepared]:
 
 
 def fastest(predictions: list[Prediction]) -> Prediction:
-    return min(predictions, key=lambda prediction: prediction.step_s)
+    """The fastest of those that fit; where none does, the one that lacks least."""
+    fitting = [prediction for prediction in predictions if prediction.fits]
+    if fitting:
+        return min(fitting, key=lambda prediction: prediction.step_s)
+    return min(predictions, key=lambda prediction: max(prediction.peak_bytes))
 
 
 def _prepared(w: Workload, micro_batch: int) -> Prepared:
@@ -84,6 +88,7 @@ def priced(
         flops=step_flops(w),
         micro_batch=micro_batch,
         detail=detail,
+        fits=max(needed_bytes(w, prices.stack, micro_batch, lies)) <= w.cluster.chip.hbm_bytes,
     )
 
 
@@ -139,7 +144,7 @@ def _layer(prepared: Prepared, prices: Prices) -> LayerTime:
 def _ends_s(prepared: Prepared, prices: Prices) -> tuple[tuple[float, float], tuple[float, float]]:
     """Seconds of the first and the last stage's extra work, each as (forward, backward)."""
     ends, software = prepared.ends, prices.software
-    logit = FUSED_CROSS_ENTROPY_BYTES if prices.stack.fused else software["software.cross_entropy_bytes"]
+    logit = prices.stack.moved_logit_bytes or software["software.cross_entropy_bytes"]
     entropy = prices.exact_s(ends.logits * logit, 6) / 2
     vocabulary = prices.exact_s(ends.vocabulary * software["software.embedding_gradient_bytes"])
     message = prices.message_s(ends.message)

@@ -69,7 +69,7 @@ class Workload:
         global_batch: sequences of a step, of all ranks.
         cluster: what it runs on. It may be larger than the run.
         micro_batch: sequences of a micro-batch on one data-parallel rank. None: not stated, and tuned by those who ran
-            it: the fastest of 1, 2, 4 and 8 is taken.
+            it: the fastest of 1, 2, 4 and 8 that fits is taken.
         moe: None for a dense model.
         tp, pp, vp, dp, cp, ep: tensor-, pipeline-, data-, context- and expert-parallel sizes; vp: chunks a stage has.
         sp: whether what lies between tensor-parallel regions is cut along the sequence.
@@ -173,6 +173,8 @@ class Prediction:
             (full), recomputation not.
         micro_batch: the one stated, or chosen.
         detail: further figures, by name: seconds of kernels and collectives of one layer.
+        fits: whether each device holds what is allocated at once beside its context and communicators' buffers: what an
+            allocator reserves above that shrinks where memory is short.
     """
 
     step_s: float
@@ -182,6 +184,7 @@ class Prediction:
     flops: float
     micro_batch: int
     detail: dict[str, float]
+    fits: bool
 
 
 def _check_types(w: Workload) -> None:
