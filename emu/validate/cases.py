@@ -13,14 +13,13 @@ from emu.hardware import HardwareError
 from emu.planner.closed import Workload
 from emu.spmd import EmuError
 
+from .contradictions import GB, GIB, refuse_memory
 from .fold import canonical, in_fit, layout
 from .reading import Line
 from .rows import RunRow
 from .timing import measured_step
 from .words import Unclear
 from .workloads import Notes, workload_of
-
-GB, GIB = 1e9, 2**30
 
 
 @dataclass(frozen=True)
@@ -79,12 +78,13 @@ def case_of(line: Line) -> Case:
     try:
         workload = workload_of(row, notes)
         timed = measured_step(row, workload)
+        refuse_memory(row.measured)
     except Unclear as error:
         why_not = str(error)
     except (EmuError, HardwareError) as error:
         why_not = f"{error.message} {error.hint}".strip()
     measured_bytes, layer_s = _memory(row), _layer(row)
-    if workload is not None and timed is measured_bytes is layer_s is None and not row.measured.oom:
+    if why_not is None and timed is measured_bytes is layer_s is None and not row.measured.oom:
         why_not = "no time, rate or memory of a step is stated"
     return Case(
         id=row.id,

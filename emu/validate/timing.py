@@ -9,11 +9,14 @@ from emu.planner.closed import Workload
 from emu.planner.closed.flops import attention_width, step_flops
 from emu.planner.closed.params import n_params
 
+from .contradictions import refuse_times
 from .rows import RunRow
 from .words import meaning
 
 # The published peak that an MFU refers to, where a row does not say which.
 _PEAK_DTYPE = {"bf16": "bfloat16", "fp16": "float16", "fp8": "float8"}
+# Figures that need no count of FLOPs to become seconds.
+_CLOCKS = ("iter_time_s", "iter_time_s_derived", "tokens_per_s", "tokens_per_s_per_gpu", "samples_per_gpu_s")
 
 
 class Timed(NamedTuple):
@@ -28,8 +31,13 @@ def measured_step(row: RunRow, workload: Workload) -> Timed | None:
     """The measured time of a row's step: of the first figure it has, nearest to a clock first; None without any.
 
     Rates of tokens and samples are by the batch; rates of FLOPs by what the source counts (`flops_convention`).
+
+    Raises:
+        Unclear: two of them that count the same thing differ.
     """
-    return next(_figures(row, workload), None)
+    figures = list(_figures(row, workload))
+    refuse_times([(timed.of, timed.seconds) for timed in figures if timed.of in _CLOCKS])
+    return figures[0] if figures else None
 
 
 def _figures(row: RunRow, workload: Workload) -> Iterator[Timed]:

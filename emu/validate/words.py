@@ -16,10 +16,11 @@ class Unclear(Exception):
 
 
 class Assumed(NamedTuple):
-    """What is taken for a field that a row leaves out, and why."""
+    """What is taken for a field that a row leaves out, and why; usual: because most runs have it, and no source says so."""
 
     value: Any
     why: str
+    usual: bool = False
 
 
 def meaning(table: str, text: str | None) -> str | None:
@@ -42,13 +43,15 @@ def required(table: str, text: str) -> str:
 
 
 def assumed(field: str, source: str, model: str | None) -> Assumed | None:
-    """What is taken where a row does not state a field: by its source, else by its model, else for all."""
-    for table, key, said in (("sources", "source", source), ("models", "model", model or "")):
+    """What is taken where a row does not state a field: by its source, or a model of it, else by its model, else for all."""
+    said = {"source": source, "model": model or ""}
+    for table in ("sources", "models"):
         for rule in _assumptions()[table]:
-            if field in rule and re.search(rule[key], said, re.IGNORECASE):
+            patterns = {key: rule[key] for key in said if key in rule}
+            if field in rule and all(re.search(p, said[key], re.IGNORECASE) for key, p in patterns.items()):
                 return Assumed(rule[field], rule["why"])
     every = _assumptions()["all"]
-    return Assumed(every[field], every["why"][field]) if field in every else None
+    return Assumed(every[field], every["why"][field], usual=True) if field in every else None
 
 
 @cache

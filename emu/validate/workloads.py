@@ -10,6 +10,8 @@ from typing import Any
 
 from emu.planner.closed import Moe, Workload
 
+from .contradictions import refuse_batch, refuse_cut, refuse_size
+from .fitting import fitting
 from .hardware import machine
 from .rows import Experts, RunRow
 from .software import stack_of
@@ -24,12 +26,15 @@ class Notes:
     def __init__(self, row: RunRow):
         self._row = row
         self.told: list[str] = []
+        self.usual: set[str] = set()  # fields that have the value that most runs have, and no source says so
 
     def take(self, field: str):
         """The value that assumed.toml gives for a field that must have one."""
         found = assumed(field, self._row.source.title, self._row.model.name)
         assert found is not None
         self.say(f"{field}={found.value}: {found.why}")
+        if found.usual:
+            self.usual.add(field)
         return found.value
 
     def say(self, text: str) -> None:
@@ -50,6 +55,8 @@ def workload_of(row: RunRow, notes: Notes) -> Workload:
     tp, pp, cp, dp, n = _devices(row, notes)
     seq = _stated(row.seq, "the sequence length")
     sequences = _batch(row, dp, seq)
+    refuse_batch(row, dp, sequences)
+    refuse_cut(row, pp, dp)
     on = machine(row.hardware, n, row.source.title)
     for told in on.assumed:
         notes.say(told)
@@ -62,7 +69,7 @@ def workload_of(row: RunRow, notes: Notes) -> Workload:
     if tp > 1 and row.sp is None:
         notes.say("sp=False: not stated")
     notes_and_section = f"{row.source.section or ''} {row.notes or ''}"
-    return Workload(
+    workload = Workload(
         **dimensions,
         seq=seq,
         global_batch=sequences,
@@ -80,7 +87,7 @@ def workload_of(row: RunRow, notes: Notes) -> Workload:
         etp=row.etp,
         zero=zero,
         fsdp=fsdp,
-        hsdp=None if row.hsdp_group is None else min(row.hsdp_group, dp),
+        hsdp=row.hsdp_group,
         schedule=schedule,
         optimizer_sync=meaning("optimizer_sync", row.schedule) == "yes",
         recompute=_word(row.recompute, "recompute", notes),
@@ -89,6 +96,13 @@ def workload_of(row: RunRow, notes: Notes) -> Workload:
         power_w=on.power_w,
         n=n,
     )
+    refuse_size(row, workload)
+    if row.measured.oom:
+        return workload
+    workload, told = fitting(workload, zero="zero" in notes.usual, recompute="recompute" in notes.usual)
+    if told:
+        notes.say(told)
+    return workload
 
 
 def _dimensions(row: RunRow, notes: Notes) -> dict:
@@ -102,11 +116,11 @@ def _dimensions(row: RunRow, notes: Notes) -> dict:
     head_dim = model.head_dim
     if head_dim is None:
         known = assumed("head_dim", row.source.title, model.name)
-        head_dim = known.value if known else max(1, hidden // heads)
+        if not known and hidden % heads:
+            raise Unclear(f"{heads} heads do not divide hidden {hidden}, and head_dim is not stated")
+        head_dim = known.value if known else hidden // heads
         if known and known.value * heads != hidden:
             notes.say(f"head_dim={known.value}: {known.why}")
-        elif not known and hidden % heads:
-            notes.say(f"head_dim={head_dim}: {heads} heads do not divide {hidden}")
     return {
         "layers": layers,
         "hidden": hidden,

@@ -53,7 +53,7 @@ def test_a_full_row_assumes_nothing_and_keeps_all_it_says(case):
         ({"aggregate_pflops": 1.6}, by_hand() / 1.6e15),
         ({"mfu": 0.4}, by_hand() / DEVICES / (0.4 * 312e12)),
         ({"iter_time_s": None, "tokens_per_s": 50_000.0, "tflops_per_gpu": 1.0}, TOKENS / 50_000),
-        ({"iter_time_s": 2.5, "iter_time_s_derived": 9.0, "tokens_per_s": 1.0}, 2.5),
+        ({"iter_time_s": 2.5, "iter_time_s_derived": 2.52, "tflops_per_gpu": 1.0}, 2.5),
     ],
 )
 def test_the_measured_time_is_that_of_the_figure_nearest_to_a_clock(case, measured, seconds):
@@ -127,7 +127,6 @@ def test_a_run_out_of_memory_has_no_time(case):
         ({"model__mlp": None, "model__name": "Llama-7"}, "gated", True, "mlp=gated"),
         ({"model__name": "Qwen3-30B"}, "head_dim", 128, "head_dim=128"),
         ({"model__head_dim": 96}, "head_dim", 96, None),
-        ({"model__heads": 12, "model__kv_heads": 12}, "head_dim", 85, "head_dim=85"),
         ({"recompute": None}, "recompute", "none", "recompute=none"),
         ({"recompute": "none?"}, "recompute", "none", None),
         ({"recompute": "selective (per-op AC)"}, "recompute", "per-op", None),
@@ -162,7 +161,7 @@ def test_a_run_out_of_memory_has_no_time(case):
         ({"schedule": "interleaved", "pp": 1, "vp": None, "dp": 8}, "schedule", "1f1b", None),
         ({"schedule": "ZB-2p with optimizer all-reduce sync"}, "optimizer_sync", True, None),
         ({"notes": "LLAMA3_70B; LoRA (adapter training)"}, "adapters", True, None),
-        ({"fsdp": True, "hsdp_group": 256}, "hsdp", 4, None),  # not more than there are
+        ({"fsdp": True, "hsdp_group": 2}, "hsdp", 2, None),
         ({"source__title": "some paper"}, "stack", "assumed-a100", "software: assumed on an A100"),
     ],
 )
@@ -190,7 +189,7 @@ def test_what_is_not_stated_is_assumed_and_said(case, fields, name, value, told)
         ({"n_gpus": None, "dp": None}, "the number of devices is not stated"),
         ({"hardware": None}, "the hardware is not stated"),
         ({"hardware": "RTX 4090"}, "names no chip that emu knows"),
-        ({"n_gpus": 2**40, "dp": None}, "more than emu places"),
+        ({"n_gpus": 2**40, "dp": None, "global_batch_seqs": 2**40}, "more than emu places"),
         (
             {"recompute": "sometimes"},
             'recompute "sometimes" is none that emu prices; it can be every-other-layer, full',
@@ -245,11 +244,15 @@ def test_no_packaged_case_is_treated_by_its_id():
 def test_the_packaged_rows_that_cannot_be_used_are_known():
     cases = cases_of(packaged_rows())
     why = [case.why_not for case in cases if case.why_not]
-    assert {reason: why.count(reason) for reason in why} == {
-        "the model's number of layers is not stated": 6,
-        "the global batch is not stated": 4,
-    }
-    assert sum(case.measured_s is not None for case in cases) == 600
+    assert (
+        {reason: why.count(reason) for reason in why}
+        == {
+            "the model's number of layers is not stated": 6,
+            "the global batch is not stated": 4,
+            "the model's dimensions make 25.8 billion parameters, and params_b says 22": 1,  # of a gated MLP, MaxText's later one
+        }
+    )
+    assert sum(case.measured_s is not None for case in cases) == 599
     assert sum(case.measured_bytes is not None for case in cases) == 54
     assert sum(case.layer_s is not None for case in cases) == 5
     assert sum(case.out_of_memory is True for case in cases) == 2
