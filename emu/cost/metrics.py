@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from math import ceil, prod
 from typing import TYPE_CHECKING, Any
@@ -146,7 +146,7 @@ def measure(timeline: Timeline, tokens: int | None = None, stand_for: Mapping[in
         copying_s = max(copying_s, _length(copying))
         exposed_copying_s = max(exposed_copying_s, _length(_union([*running, *copying])) - _length(running))
         copied_bytes |= copied
-        for label, sent in sent_by_label(rank, events).items():
+        for label, sent in sent_by(lambda event: event.group, rank, events).items():
             comm_bytes[label] = max(comm_bytes[label], sent)
     ranks = max(sum(stand_for[rank] for rank in trace.events) if stand_for is not None else len(trace.events), 1)
     dtype = max(sorted(work), key=work.__getitem__, default="")
@@ -200,22 +200,27 @@ def _length(intervals: Iterable[tuple[float, float]]) -> float:
     return sum(end - start for start, end in intervals)
 
 
-def sent_by_label(rank: int, events: Iterable) -> dict[str, int]:
-    """Bytes that a rank puts on links, by group label, rounded up once at the end."""
+def sent_by(name: Callable[[Collective | Transfer], str], rank: int, events: Iterable) -> dict[str, int]:
+    """Bytes that a rank puts on links, by what its groups are called, rounded up once at the end.
+
+    Args:
+        name: of a group, by a call of its; asked once for calls that are equal.
+    """
     counts: Counter[tuple] = Counter()  # equal calls are counted, then computed once
     first: dict[tuple, Collective | Transfer] = {}
     for event in events:
         if type(event) is Collective:
             key: tuple = (event.group, event.kind, event.bytes, event.sizes, event.root, id(event.members))
         elif type(event) is Transfer:
-            key = (event.group, event.kind, event.bytes, event.src == event.dst)
+            key = (event.group, event.kind, event.bytes, event.src, event.dst)
         else:
             continue
         counts[key] += 1
         first.setdefault(key, event)
     totals: dict[str, Any] = {}
     for key, count in counts.items():
-        totals[key[0]] = totals.get(key[0], 0) + count * sent_bytes(first[key], rank)
+        called = name(first[key])
+        totals[called] = totals.get(called, 0) + count * sent_bytes(first[key], rank)
     return {label: ceil(total) for label, total in totals.items()}
 
 

@@ -8,7 +8,6 @@ from functools import cached_property
 from typing import Any
 
 from emu.cost import Metrics
-from emu.cost.metrics import sent_by_label
 from emu.cost.standing import Standing, levels_of
 from emu.hardware import Cluster
 from emu.parallel import Plan
@@ -16,6 +15,7 @@ from emu.run import Run
 from emu.simulation.alike import classes_of
 from emu.simulation.asked import Asked
 from emu.simulation.program import END, START
+from emu.simulation.traffic import sent_along
 from emu.trace.allocator import Held, alive_after, held
 from emu.trace.events import Mark
 from emu.trace.units import bytes_text
@@ -44,7 +44,8 @@ class Figures(Metrics):
         peak_hbm_bytes: by stage of the pipeline: the most that is allocated at once during the step, on its fullest rank,
             sizes rounded up as torch's allocator rounds them.
         comm_bytes: by mesh axis (or axes: "dp+tp"), of the rank that puts most on links along it: messages forward and
-            backward along "pp", and those within and across the groups of shards of "dp", together.
+            backward along "pp", and those within and across the groups of shards of "dp", together. What all ranks say to
+            each other, or copies of a stage, counts along all axes by which these ranks differ: "dp+pp+tp", "pp".
         reserved_hbm_bytes: the most that torch's caching allocator takes from the device for it, on the fullest rank; it
             may be more than there is where allocated is not, if blocks lie badly.
         fits: whether all that is allocated is no more than the chip's memory on every rank. Contexts of CUDA and of
@@ -94,7 +95,7 @@ class Simulated(Run):
         bubble = self._bubble()
         of_run = {field.name: getattr(priced, field.name) for field in fields(Metrics)}
         of_run["peak_hbm_bytes"] = [max(held.allocated for held in stage) for stage in self._by_stage()]
-        of_run["comm_bytes"] = self._sent()
+        of_run["comm_bytes"] = sent_along(self.mesh, self.trace.events)
         return Figures(
             **of_run,
             reserved_hbm_bytes=max(held.reserved for held in self._held.values()),
@@ -144,17 +145,6 @@ class Simulated(Run):
             stages[self.mesh.coords(rank).get("pp", 0)].append(held_here)
         return stages
 
-    def _sent(self) -> dict[str, int]:
-        most: dict[str, int] = {}
-        for rank, events in self.trace.events.items():
-            here: dict[str, int] = {}
-            for label, sent in sent_by_label(rank, events).items():
-                axis = axes_of(label)
-                here[axis] = here.get(axis, 0) + sent
-            for axis, sent in here.items():
-                most[axis] = max(most.get(axis, 0), sent)
-        return {axis: sent for axis, sent in most.items() if sent}
-
     def _bubble(self) -> tuple[float, float]:
         """Idle time of stages over all time, and over the time they work, of all pipelines that ran together."""
         if self.mesh.axes.get("pp", 1) == 1:
@@ -195,8 +185,3 @@ def cure(plan: Plan, at_peak: Mapping[str, int]) -> str:
     if plan.checkpoint not in ("full", "sqrt", "naive"):
         ways.insert(0, "compute activations again (checkpoint=full)")
     return " or ".join([*ways, "cut sequences: more ranks along cp, or along tp with sp"])
-
-
-def axes_of(label: str) -> str:
-    """The axis, or axes, of a group by its label: "pp.F" is along "pp", "dp.shard of stages" along "dp"."""
-    return "+".join(part.partition(".")[0] for part in label.partition(" ")[0].split("+"))

@@ -173,7 +173,9 @@ def test_pipelines_send_an_activation_a_boundary_and_direction(schedule: str, ch
     )
     boundaries = 2 * chunks - 1  # that the two ranks share; of the four ends one sends on every one of them
     sent = run.metrics.comm_bytes["pp"]
-    assert sent == pytest.approx(4 * 128 * WIDE.width * 2 * (1 if chunks == 1 else (boundaries + 1) / 2 + 1), rel=1e-3)
+    losses = 400  # bytes, which all ranks of the pipeline sum besides
+    expected = 4 * 128 * WIDE.width * 2 * (1 if chunks == 1 else (boundaries + 1) / 2 + 1)
+    assert sent == pytest.approx(expected, rel=1e-3, abs=losses)
 
 
 @pytest.mark.parametrize("context", ["ring", "zigzag", "all-gather"])

@@ -111,7 +111,7 @@ def test_a_run_is_a_file_and_options_count_more(tmp_path: Path, capsys: pytest.C
 def test_every_label_is_one_axis(capsys: pytest.CaptureFixture[str]) -> None:
     """Messages forward and backward, and within and across groups of shards, are one axis's."""
     run = simulated(LLAMA, "dp=4,pp=2", zero=3, replicate=2, microbatches=2, global_batch=8)
-    assert {"dp", "pp"} <= set(run.metrics.comm_bytes) <= {"dp", "pp", "dp+pp", "world"}
+    assert {"dp", "pp"} <= set(run.metrics.comm_bytes) <= {"dp", "pp", "dp+pp"}
 
 
 def test_a_model_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
