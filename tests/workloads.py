@@ -61,13 +61,13 @@ def ideal(w: Workload) -> Workload:
 
 
 SCHEDULES = ["1f1b", "interleaved", "gpipe", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "dualpipe-v"]
+CHUNKS = {"zb-h2": [1], **dict.fromkeys(("1f1b", "interleaved", "gpipe", "zb-h1"), [1, 1, 2, 5])}  # else one or two
 
 
 @st.composite
 def odd_workloads(draw) -> Workload:
     """Whatever a row of a table may say: sizes that divide nothing, every stack, many chips."""
     from emu.planner.closed import stacks
-    from emu.planner.closed.stages import IN_ORDER
 
     tp, pp, cp, dp = (
         draw(st.sampled_from(sizes)) for sizes in ((1, 2, 3, 8, 16), (1, 2, 3, 7), (1, 2, 5), (1, 2, 6, 24))
@@ -97,7 +97,7 @@ def odd_workloads(draw) -> Workload:
         cp=cp,
         dp=dp,
         sp=draw(st.booleans()),
-        vp=draw(st.sampled_from([1, 1, 2, 5] if schedule in IN_ORDER else [1, 2])),
+        vp=draw(st.sampled_from(CHUNKS.get(schedule, [1, 2]))),
         moe=moe,
         ep=draw(st.sampled_from([1, 2, 4])) if moe and tp * cp * dp >= 4 else 1,
         etp=1,

@@ -7,8 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from workloads import llama, workload
 
-from emu.parallel.pipeline import Times, make, timed
-from emu.planner.closed import predict
+from emu.parallel.pipeline import Times, make, peak_activations, timed
+from emu.planner.closed import predict, stack
+from emu.planner.closed.activations import layer_bytes
+from emu.planner.closed.memory import _in_flight
 from emu.planner.closed.pipeline import FORMS, hops_s, makespan_s
 from emu.planner.closed.stages import StageTime, laid, layers_of_stages, stage_times
 from emu.planner.closed.timing import LayerTime
@@ -97,6 +99,19 @@ def test_who_waits_for_the_receiver_never_gains_by_it(drawn):
     waiting = makespan_s(w, stages, microbatches, waits=True)
     assert waiting >= makespan_s(w, stages, microbatches) - 1e-9
     assert waiting == pytest.approx(sum(s.whole for s in stages) + (microbatches - 1) * max(s.whole for s in stages))
+
+
+@pytest.mark.parametrize("schedule, chunks", [("gpipe", 2), ("zb-h1", 2), ("zb-h1", 3)])
+@pytest.mark.parametrize("microbatches", [4, 16, 40])
+def test_chunks_of_schedules_whose_forms_have_none_are_walked(schedule, chunks, microbatches):
+    w = workload(pp=4, vp=chunks, schedule=schedule, global_batch=microbatches, stack="megatron-2023")
+    stages = [StageTime(1.0, 2.0, 1.0)] * len(laid(w).layers)
+    made = make(schedule, 4, microbatches, chunks)
+    assert makespan_s(w, stages, microbatches) == pytest.approx(timed(made).makespan, rel=0.01)
+    each = layer_bytes(w, stack(w.stack), 1)
+    held = [_in_flight(w, stack(w.stack), 1, device, chunks) / each for device in range(4)]
+    share = min(1.0, 32 * 2048 * 2048 / each)
+    assert held == pytest.approx(peak_activations(made, share))
 
 
 WALKED = ["zb-v", "v-half", "v-min", "dualpipe", "dualpipe-v"]

@@ -12,7 +12,7 @@ from .activations import layer_bytes, residual_split
 from .params import embedding_params, layer_params, on_rank
 from .placing import cut
 from .stacks import Stack
-from .stages import IN_ORDER, WALKED, Laid, rows
+from .stages import WALKED, Laid, in_order, rows
 from .workload import Workload
 
 # torch's allocator reserves more than is allocated, in blocks that do not fit what comes next: from memory of runs.
@@ -147,16 +147,16 @@ def _in_flight(w: Workload, stack: Stack, micro_batch: int, device: int, layers:
         return one
     if w.schedule == "gpipe":
         return m * one
-    if w.schedule in ("1f1b", "interleaved") and w.vp > 1:
+    weight = min(one, layers * WEIGHT_BYTES * w.seq * micro_batch / w.cp * w.hidden / w.tp)
+    if not in_order(w):
+        stages = rows(w, WALKED * p).stages_of[device]
+        held = peak_activations(rows(w, min(m, WALKED * p)), weight / one if layers else 0.0)[device]
+        return held * one / len(stages)
+    if w.vp > 1:
         chunks = min(m * w.vp, w.vp * p + p - 1 - 2 * device)
         return one * max(1.0, chunks / w.vp)
-    weight = min(one, layers * WEIGHT_BYTES * w.seq * micro_batch / w.cp * w.hidden / w.tp)
     if w.schedule == "zb-h1":
         return min(m, p - device) * one + min(max(0, m - (p - device)), device) * weight
     if w.schedule == "zb-h2":
         return min(m, 2 * (p - device) - 1) * one + min(m, 2 * device) * weight
-    if w.schedule in IN_ORDER:
-        return min(m, p - device) * one
-    schedule = rows(w, min(m, WALKED * p))
-    stages = rows(w, WALKED * p).stages_of[device]
-    return peak_activations(schedule, weight / one if layers else 0.0)[device] * one / len(stages)
+    return min(m, p - device) * one

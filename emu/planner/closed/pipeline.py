@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from emu.parallel.pipeline import Times, timed
 
-from .stages import IN_ORDER, WALKED, StageTime, laid, rows
+from .stages import WALKED, StageTime, in_order, laid, rows
 from .workload import Workload
 
 # Sends cost each micro-batch, both ways, a part of what they last: of 1F1B nearly all, for as many micro-batches are in
@@ -24,10 +24,12 @@ def makespan_s(w: Workload, stages: Sequence[StageTime], microbatches: int, wait
     """Seconds from the first forward to the last backward, if messages between stages took no time.
 
     Args:
-        stages: of the model; one a device, all its chunks together, where these lie in order (stages.IN_ORDER).
+        stages: of the model; one a device, all its chunks together, where these lie in order (stages.in_order).
         waits: whether who sends waits until it is received, and so cannot run ahead of slower stages (1F1B without
             overlapped sends).
     """
+    if not in_order(w):
+        return _walked_s(w, stages, microbatches)
     slowest = max(stage.whole for stage in stages)
     if len(stages) == 1:
         return microbatches * slowest
@@ -35,10 +37,7 @@ def makespan_s(w: Workload, stages: Sequence[StageTime], microbatches: int, wait
         return sum(stage.whole for stage in stages) + (microbatches - 1) * slowest
     if w.schedule == "1f1b" and w.vp > 1:
         return _interleaved_s(w, stages, microbatches)
-    form = FORMS.get(w.schedule)
-    if form is not None:
-        return form(w, stages, microbatches)
-    return _walked_s(w, stages, microbatches)
+    return FORMS[w.schedule](w, stages, microbatches)
 
 
 def hops_s(w: Workload, stages: Sequence[StageTime], hop_s: float, microbatches: int, overlapped: bool) -> float:
@@ -48,7 +47,7 @@ def hops_s(w: Workload, stages: Sequence[StageTime], hop_s: float, microbatches:
     """
     if w.pp == 1:
         return 0.0
-    if w.schedule not in IN_ORDER:
+    if not in_order(w):
         return _walked_s(w, stages, microbatches, hop_s) - _walked_s(w, stages, microbatches)
     once = 2 * (w.pp - 1) * hop_s
     if w.schedule in ("1f1b", "interleaved") and w.vp > 1:

@@ -11,7 +11,7 @@ from emu.parallel.pipeline import Schedule, make
 from .timing import LayerTime
 from .workload import Workload
 
-IN_ORDER = frozenset(("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2"))  # device i has stage i, all its chunks as one
+IN_ORDER = frozenset(("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2"))  # see in_order
 WALKED = 4  # micro-batches for each device that other schedules are looked at for: after that they repeat
 
 
@@ -62,13 +62,18 @@ class Laid(NamedTuple):
         return any(all(self.ends(device)) for device in range(len(self.devices)))
 
 
+def in_order(w: Workload) -> bool:
+    """Whether device i has stage i, with all its chunks taken as one, as closed forms of schedules take them."""
+    return w.pp == 1 or (w.schedule in IN_ORDER and (w.vp == 1 or w.schedule in ("1f1b", "interleaved")))
+
+
 def laid(w: Workload) -> Laid:
     """Where the workload's schedule has its stages.
 
     Raises:
         PlanError: a schedule that this many devices cannot do.
     """
-    if w.pp == 1 or w.schedule in IN_ORDER:
+    if in_order(w):
         return _in_order(w.layers, w.pp)
     schedule = rows(w, WALKED * w.pp)
     return Laid(layers_of_stages(w.layers, schedule.stages), schedule.stages_of)
