@@ -121,7 +121,8 @@ def test_flops_are_korthikantis(layers, h, batch):
 )
 def test_hardware_flops_over_the_models_are_as_korthikanti_prints_them(layers, h, heads, mfu, hfu):
     """Table 5 of https://arxiv.org/abs/2205.05198, of three digits each."""
-    w = workload(layers=layers, hidden=h, heads=heads, kv_heads=heads, ffn=4 * h, recompute="selective")
+    dims = {"hidden": h, "heads": heads, "kv_heads": heads, "head_dim": h // heads, "ffn": 4 * h}
+    w = workload(layers=layers, **dims, recompute="selective")
     assert step_flops(w, recomputed=True) / step_flops(w) == pytest.approx(hfu / mfu, abs=3e-3)  # as rounded
 
 
