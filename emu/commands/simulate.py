@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -30,6 +31,7 @@ SHOWN = (  # of the table, besides what --json has
     *("busy_fraction", "exposed_comm_fraction", "comm_bytes", "bubble_fraction", "bubble_ratio", "peak_hbm_bytes"),
     *("reserved_hbm_bytes", "fits", "energy_j", "flops_convention"),
 )
+LONG = 1_000  # passes of a microbatch through a layer, of which one line tells also where no terminal watches
 KNOWN = ("model", "cluster", "plan")  # what a file of a run may say
 
 
@@ -71,13 +73,17 @@ def simulate(
         plan = replace(plan, global_batch=max(plan.global_batch, most))
     with stages() as stage:
         ticks: list[Any] = []
+        told: list[str] = []
 
         def progress(done: int, total: int) -> None:
             if not done:
-                ticks.append(stage("steps of ranks", total))
+                ticks.append(stage("microbatches through layers", total))
+                if total > LONG:
+                    print(told[-1], file=sys.stderr, flush=True)
             ticks[-1](done)
 
-        run = simulated(of, plan, on if on is not None else _smallest(plan), progress=progress)
+        where = on if on is not None else _smallest(plan)
+        run = simulated(of, plan, where, progress=progress, starting=told.append)
         fits = run.metrics.fits
     if as_json:
         print_json(run.metrics.as_dict())

@@ -14,6 +14,7 @@ from torch import nn
 from emu.hardware import Cluster, cluster
 from emu.models import Config, Decoder, config
 from emu.parallel import Plan, check_fit, checked_plan, mesh_of
+from emu.simulation.program import layers_of
 from emu.spmd import EmuError, Mesh, PlanError
 
 LONGEST = ("seq", "max_position_embeddings")  # fields of a config: emu's, and what configs of transformers call it
@@ -65,8 +66,7 @@ def asked(model: Any, plan: Any, where: Any) -> Asked:
         made = made.to("meta")
     check_fit(made, plan)
     _check_length(made, plan)
-    lists = [len(module) for module in made.modules() if isinstance(module, nn.ModuleList)]
-    return Asked(make, name, shape, max(lists, default=1), plan, mesh)
+    return Asked(make, name, shape, len(layers_of(made)), plan, mesh)
 
 
 def cluster_of(where: Any) -> Cluster:

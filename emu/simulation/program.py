@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 
 from emu.parallel import Batch, Plan, parallelize
 from emu.parallel.pipeline.schedules import make
@@ -28,7 +29,7 @@ class Step:
         make_model: makes the plain model.
         plan: how it is trained.
         classes: the ranks that are taken to do the same; a rank that sees that it is not so raises NotAlike.
-        tick: told of every step that a rank is done with.
+        tick: told of every pass of a microbatch through a layer, forward, on any rank; not of one that is computed again.
         whole_warm_up: whether the first step is as long as the other.
     """
 
@@ -40,7 +41,10 @@ class Step:
 
     def __call__(self, rank: Rank) -> Any:
         plan = self.plan
-        dist = parallelize(self.make_model(), plan, rank)
+        model = self.make_model()
+        for layer in layers_of(model):
+            layer.register_forward_hook(self._passed)
+        dist = parallelize(model, plan, rank)
         check_alike(dist, self.classes)
         optimizer = dist.optimizer(FusedAdamW)
         microbatches = plan.accumulated() if self.whole_warm_up else warm_up_microbatches(plan)
@@ -51,9 +55,18 @@ class Step:
             loss = dist.backward(batch_of(plan, parts), microbatches=parts)
             optimizer.step()
             optimizer.zero_grad()
-            self.tick()
         rank.mark(END)
         return {"loss": loss}
+
+    def _passed(self, *_: Any) -> None:
+        if torch._C._current_graph_task_id() == -1:  # not within a backward
+            self.tick()
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """The layers of a plain model: its longest list of modules; the model itself where it has none."""
+    lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
+    return max(lists, key=len, default=[]) or [model]
 
 
 def batch_of(plan: Plan, microbatches: int) -> Batch:

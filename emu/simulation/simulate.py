@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 from emu.parallel import Plan
@@ -24,6 +25,7 @@ def simulate(
     cluster: Any,
     *,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    starting: Callable[[str], None] = lambda what: None,
     all_ranks: bool = False,
 ) -> Simulated:
     """Simulates one training step: forward and backward, sums of gradients over ranks, and AdamW's step in one kernel.
@@ -37,7 +39,9 @@ def simulate(
         model: a name ("llama3-8b"), a Config, or a function without arguments that returns a plain torch module.
         plan: how it is trained, with how many sequences, and how kernels are launched.
         cluster: a name ("h100-8"), a Cluster, or the path of a TOML file.
-        progress: called with (steps of ranks that are done, how many there are).
+        progress: called with (passes of a microbatch through a layer that are done, about how many there are): first with
+            none, of every pass, and last with all.
+        starting: told before that, in words, how much will run. Both begin anew if ranks turn out to differ.
         all_ranks: whether every rank runs, also where one could stand for others.
 
     Returns:
@@ -52,34 +56,44 @@ def simulate(
     classes = everyone(plan) if all_ranks else classes_of(plan, wanted.mesh.on)
     while True:
         try:
-            return _run(wanted, classes, progress)
+            return _run(wanted, classes, progress, starting)
         except NotAlike as error:
             told: Any = error
             classes = told.classes
 
 
-def _run(wanted: Asked, classes: Classes, progress: Callable[[int, int], None]) -> Simulated:
+def _run(
+    wanted: Asked, classes: Classes, progress: Callable[[int, int], None], starting: Callable[[str], None]
+) -> Simulated:
     plan, mesh = wanted.plan, wanted.mesh
     stand_for = weights(mesh, classes)
     ranks = sorted(stand_for)
     _check_effort(wanted, ranks)
-    done, total = iter(range(1, 1_000_000)), 2 * len(ranks)
+    done, total = count(1), _passes(wanted, ranks)
+    starting(f"{len(ranks):,} of {count_text(mesh.size, 'rank')} run, {total:,} passes of microbatches through layers")
     progress(0, total)
-    step = Step(wanted.make, plan, classes, lambda: progress(next(done), total))
+    step = Step(wanted.make, plan, classes, lambda: progress(min(next(done), total), total))
     how: dict[str, Any] = {"capacity_bytes": None, "meta": True, "ranks": ranks}
     virtual = run_virtual(step, mesh, **how)
+    progress(total, total)
     results = dict(zip(virtual.trace.ranks, virtual.results))
     run = Run(step, mesh, mesh.on, results, virtual.trace, plan.launch_mode)
     run._how = None, how
     return Simulated(run, wanted, stand_for)
 
 
+def _passes(wanted: Asked, ranks: list[int]) -> int:
+    """How often a microbatch passes through a layer, forward and back: both steps, all ranks that run."""
+    plan = wanted.plan
+    microbatches = plan.accumulated() + warm_up_microbatches(plan)
+    return len(ranks) * -(-wanted.layers // plan.axes().get("pp", 1)) * microbatches
+
+
 def _check_effort(wanted: Asked, ranks: list[int]) -> None:
     """Raises a PlanError where so much would have to run that it takes too long."""
     plan = wanted.plan
     stages = plan.axes().get("pp", 1)
-    microbatches = plan.accumulated() + warm_up_microbatches(plan)
-    passes = len(ranks) * -(-wanted.layers // stages) * microbatches
+    passes = _passes(wanted, ranks)
     if passes <= MOST_PASSES:
         return
     fewer = max(MOST_PASSES // (len(ranks) * -(-wanted.layers // stages)) - 1, 1)
