@@ -1,7 +1,7 @@
 """What operators return in a shape run, remembered: torch works a shape out anew each time, which takes most of such a run.
 
-The same operator on tensors of the same shapes, strides and dtypes, with the same other arguments, returns tensors of the
-same shapes, strides and dtypes. So the second time they are made without asking. Only of operators whose results are new
+The same operator on tensors of the same shapes, strides and dtypes, with the same other arguments and torch's default
+dtype, returns tensors of the same shapes, strides and dtypes. So the second time they are made without asking. Only of operators whose results are new
 tensors, or which write into their first argument and return it.
 """
 
@@ -54,7 +54,7 @@ def _made(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -
 
 def _key(op: Op, args: Sequence[Any], kwargs: Any) -> tuple | None:
     """What the results follow from; None where something else than shapes and plain values comes in."""
-    key: list[Any] = [op]
+    key: list[Any] = [op, torch.get_default_dtype()]
     for a in args:
         kind = type(a)
         if kind in _TENSORS:

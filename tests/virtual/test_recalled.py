@@ -109,3 +109,15 @@ def test_a_call_with_another_dtype_or_number_is_another_call() -> None:
         torch.bfloat16,
         torch.bfloat16,
     ]
+
+
+def test_what_has_no_dtype_of_its_own_takes_the_default_of_now() -> None:
+    def program(rank: emu.Rank) -> list[torch.dtype]:
+        return [
+            torch.ones(3, device=rank.device).dtype,
+            (torch.ones(3, dtype=torch.int64, device=rank.device) / 2).dtype,
+        ]
+
+    for precision, dtype in (("fp32", torch.float32), ("bf16-mixed", torch.bfloat16), ("fp32", torch.float32)):
+        found = emu.launch(program, emu.Mesh(dp=1), backend="shape", precision=precision).results[0]
+        assert found == [dtype, dtype]
