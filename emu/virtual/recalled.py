@@ -1,8 +1,8 @@
 """What operators return in a shape run, remembered: torch works a shape out anew each time, which takes most of such a run.
 
-The same operator on tensors of the same shapes, strides and dtypes, with the same other arguments and torch's default
-dtype, returns tensors of the same shapes, strides and dtypes. So the second time they are made without asking. Only of operators whose results are new
-tensors, or which write into their first argument and return it.
+The same operator on tensors of the same shapes, strides and dtypes, with the same other arguments and the same default
+dtype, returns tensors of the same shapes, strides and dtypes. So the second time they are made without asking. Only of
+operators whose results are new tensors, or which write into their first argument and return it.
 """
 
 from __future__ import annotations
