@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import zipfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,13 @@ def test_on_other_nodes_in_which_groups_lie_alike_it_is_priced() -> None:
     run, sixteen = simulate(LLAMA, Plan("dp=4,tp=2", seq=32), "h100-8"), emu.cluster("a100-16")
     everyone = simulate(LLAMA, Plan("dp=4,tp=2", seq=32), "h100-8", all_ranks=True)
     assert close(run.timeline(sixteen).metrics(), everyone.timeline(sixteen).metrics())
+
+
+def test_what_is_reserved_is_of_the_fullest_stage() -> None:
+    wide = replace(LLAMA, layers=3, width=512, heads=8, ffn=4096)  # two layers on one stage, one on the other
+    metrics = simulate(wide, Plan("pp=2", seq=32, microbatches=2), "h100-8").metrics
+    peaks = metrics.peak_hbm_bytes
+    assert peaks is not None and 1.5 * min(peaks) < max(peaks) <= metrics.reserved_hbm_bytes
 
 
 def too_many(head: dict[str, Any]) -> None:

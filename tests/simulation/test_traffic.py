@@ -69,3 +69,8 @@ def test_the_two_copies_of_a_pipeline_in_both_directions_count_along_it() -> Non
     one_way = simulated(LLAMA, "pp=2", **PIPES).metrics.comm_bytes["pp"]
     both = simulated(LLAMA, "pp=2", schedule="dualpipe", **PIPES)
     assert both.metrics.comm_bytes["pp"] > one_way + 4 * LLAMA.n_params() * 0.99
+
+
+def test_the_rank_that_sends_most_counts() -> None:
+    events = {rank: [call("dp", 0, 1, 4)] * n for rank, n in ((0, 1), (1, 3), (4, 2))}
+    assert sent_along(Mesh(dp=2, pp=2, tp=2), events) == {"dp": 3 * 2 * 8 * 2 // 3}  # a ring of 3 over 8 bytes, 3 times
