@@ -61,7 +61,7 @@ def ideal(w: Workload) -> Workload:
 
 
 SCHEDULES = ["1f1b", "interleaved", "gpipe", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "dualpipe-v"]
-CHUNKS = {"zb-h2": [1], **dict.fromkeys(("1f1b", "interleaved", "gpipe", "zb-h1"), [1, 1, 2, 5])}  # else one or two
+CHUNKS = {"zb-h2": [1], **{name: [1, 1, 2, 5] for name in ("1f1b", "interleaved", "gpipe", "zb-h1")}}  # else one or two
 
 
 @st.composite
