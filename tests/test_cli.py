@@ -365,8 +365,8 @@ def test_sequences_are_no_longer_than_the_model_takes_unless_asked_for(capsys, p
     assert seen == [6, 32, 40]
     code, said = answer(capsys, "verify", "--model", f"{programs}:bigrams", *few, "--seq", "32")
     assert code == 2 and "at most 6" in said["error"]
-    monkeypatch.setenv("COLUMNS", "250")
-    assert "default: (32, or what the model takes if less)" in command(capsys, "verify", "--help")[1]
+    monkeypatch.setenv("COLUMNS", "300")
+    assert "default: (32, or what the model takes if less; to simulate: what it takes)" in command(capsys, "verify", "--help")[1]
 
 
 def test_an_operation_without_an_exact_rule_is_told_apart_from_what_to_do(capsys, programs):
@@ -535,7 +535,10 @@ def readme(tmp_path: Path) -> Path:
         "mine",
         "long",
         "steps",
-        "unnoticed",  # this and what follows: tests/test_readme_checks.py
+        "stepped",  # this and what follows: tests/test_readme_stepping.py, _hardware.py and _checks.py
+        "summary",
+        "choice",
+        "unnoticed",
         "wrong",
         "scheme",
     )
