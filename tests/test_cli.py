@@ -366,7 +366,8 @@ def test_sequences_are_no_longer_than_the_model_takes_unless_asked_for(capsys, p
     code, said = answer(capsys, "verify", "--model", f"{programs}:bigrams", *few, "--seq", "32")
     assert code == 2 and "at most 6" in said["error"]
     monkeypatch.setenv("COLUMNS", "300")
-    assert "default: (32, or what the model takes if less; to simulate: what it takes)" in command(capsys, "verify", "--help")[1]
+    helped = command(capsys, "verify", "--help")[1]
+    assert "default: (32, or what the model takes if less; to simulate: what it takes)" in helped
 
 
 def test_an_operation_without_an_exact_rule_is_told_apart_from_what_to_do(capsys, programs):
