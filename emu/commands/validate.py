@@ -82,11 +82,12 @@ def _draw(report: Report, path: Path) -> None:
     from emu.validate.show import sections
     from emu.view.report import Picture, write_report
     from emu.view.style import png_bytes
-    from emu.view.validated import Point, validated_figure
+    from emu.view.validated import TITLE, Point, validated_figure
 
     if not report.times:
         raise EmuError("no run has a time that can be compared, so there is nothing to draw", "leave out --picture")
-    figure = validated_figure(Point(pair.source, pair.measured, pair.predicted) for pair in report.times)
+    of = "Step time of layouts held out, predicted against measured" if report.held_out else TITLE
+    figure = validated_figure((Point(pair.source, pair.measured, pair.predicted) for pair in report.times), of)
     if path.suffix == ".png":
         path.write_bytes(png_bytes(figure))
     else:

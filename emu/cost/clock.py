@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from heapq import heappop, heappush
 
 
-class Task:
+class Task(ABC):
     """Something that comes due. What puts it off counts `version` up, so that the entry made before no longer holds."""
 
     __slots__ = ("version",)
     version: int
 
+    @abstractmethod
     def due(self) -> None:
         """Its time has come."""
-        raise NotImplementedError
 
 
 class Clock:

@@ -211,22 +211,10 @@ def _microbatches(plan: Plan) -> None:
 
 
 def _precision(plan: Plan) -> None:
-    if not isinstance(plan.precision, str) or plan.precision not in PRESETS:
-        raise PlanError(
-            f"there is no precision {plan.precision!r}",
-            f"use one of {', '.join(PRESETS)}",
-            field="precision",
-            nearest=near(plan.precision, tuple(PRESETS), "bf16-mixed"),
-        )
+    _one_of(plan, "precision", tuple(PRESETS), "bf16-mixed")
     if plan.dtype is None:
         return
-    if not isinstance(plan.dtype, str) or plan.dtype not in DTYPES:
-        raise PlanError(
-            f"there is no dtype {plan.dtype!r}",
-            f"use one of {', '.join(DTYPES)}",
-            field="dtype",
-            nearest=near(plan.dtype, tuple(DTYPES), "bf16"),
-        )
+    _one_of(plan, "dtype", tuple(DTYPES), "bf16")
     if plan.precision != "bf16-mixed":
         raise PlanError(
             f"dtype={plan.dtype} is that of every role, and precision={plan.precision} says each role's",
@@ -237,12 +225,17 @@ def _precision(plan: Plan) -> None:
 
 
 def _launch_mode(plan: Plan) -> None:
-    if not isinstance(plan.launch_mode, str) or plan.launch_mode not in LAUNCH_MODES:
+    _one_of(plan, "launch_mode", LAUNCH_MODES, "eager")
+
+
+def _one_of(plan: Plan, field: str, known: Sequence[str], otherwise: str) -> None:
+    value = getattr(plan, field)
+    if not isinstance(value, str) or value not in known:
         raise PlanError(
-            f"there is no launch_mode {plan.launch_mode!r}",
-            f"use one of {', '.join(LAUNCH_MODES)}",
-            field="launch_mode",
-            nearest=near(plan.launch_mode, LAUNCH_MODES, "eager"),
+            f"there is no {field} {value!r}",
+            f"use one of {', '.join(known)}",
+            field=field,
+            nearest=near(value, known, otherwise),
         )
 
 

@@ -28,7 +28,7 @@ class FusedAdamW(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         """One step; gradients are there already, so a closure is not called."""
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]

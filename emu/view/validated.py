@@ -24,6 +24,7 @@ _COLOURS, _MARKERS = CURVE_COLOURS[1:], CURVE_MARKERS[1:]
 # Every source has a look of its own, and neighbours differ in both: red and green circles look alike to many.
 LOOKS = [(_COLOURS[i % 5], _MARKERS[(i + i // 5) % 5]) for i in range(25)]
 NAME = 46  # characters of a source's name
+TITLE = "Step time, predicted against measured"
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Point:
 Group = tuple[str, list[Point]]
 
 
-def validated_figure(points: Iterable[Point], title: str = "Step time, predicted against measured") -> Figure:
+def validated_figure(points: Iterable[Point], title: str = TITLE) -> Figure:
     """Seconds of a step, predicted over measured on logarithmic axes with a band of 8 %, and a histogram of errors.
 
     Args:

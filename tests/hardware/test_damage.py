@@ -6,16 +6,14 @@ import math
 import re
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
+from cluster_files import WHOLE, load, refused
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from emu.hardware import Cluster, HardwareError, chip_names
+from emu.hardware import HardwareError, chip_names
 
-# A file that says everything that can be said, each number on a line of its own but where TOML allows none.
-WHOLE = (Path(__file__).parents[1] / "data" / "whole_cluster.toml").read_text(encoding="utf-8")
 # Lines of the one list that stands on several.
 SIZES = set(range(WHOLE[: WHOLE.index("sizes = [")].count("\n") + 1, WHOLE[: WHOLE.index("]\nlanes")].count("\n") + 1))
 # Every number of the file, with its line: after an equals sign, or an item of a list; sizes in quotes as well.
@@ -24,18 +22,6 @@ NUMBERS = [
     for number, line in enumerate(WHOLE.splitlines(), start=1)
     for found in re.finditer(r"(?<=[= \[])((?<![\w.])-?\d[\d.]*(?:e-?\d+)?|\"\d+[KMGT]i?B\")(?=[,\]]|$)", line)
 ]
-
-
-def load(tmp_path, text):
-    path = tmp_path / "cluster.toml"
-    path.write_text(text)
-    return Cluster.from_toml(path)
-
-
-def refused(tmp_path, text):
-    with pytest.raises(HardwareError) as caught:
-        load(tmp_path, text)
-    return caught.value
 
 
 def damage(place, text):

@@ -2,26 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
+from cluster_files import WHOLE, load, refused
 
 from emu.hardware import Cluster, HardwareError
-
-# A file that says everything that can be said, each number on a line of its own but where TOML allows none.
-WHOLE = (Path(__file__).parents[1] / "data" / "whole_cluster.toml").read_text(encoding="utf-8")
-
-
-def load(tmp_path, text):
-    path = tmp_path / "cluster.toml"
-    path.write_text(text)
-    return Cluster.from_toml(path)
-
-
-def refused(tmp_path, text):
-    with pytest.raises(HardwareError) as caught:
-        load(tmp_path, text)
-    return caught.value
 
 
 def test_the_file_that_is_damaged_below_is_whole(tmp_path):
