@@ -49,6 +49,23 @@ class Picture:
 
 Section = Heading | Text | Code | Picture | Table
 
+STYLE = """:root { --ink: #222; --paper: #fff; --faint: #666; --line: #ddd; --shade: #f5f5f5; }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #e6e6e6; --paper: #16181c; --faint: #a0a0a0; --line: #3a3d44; --shade: #22252b; }
+}
+body { font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); max-width: 70rem;
+       margin: 2rem auto; padding: 0 1rem; }
+h1, h2, h3 { line-height: 1.2; margin: 1.6em 0 0.5em; }
+figure { margin: 1rem 0; }
+figure img { max-width: 100%; height: auto; background: #fff; border-radius: 6px; padding: 8px; box-sizing: border-box; }
+figcaption, small, caption { color: var(--faint); }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+th, td { padding: 0.3rem 0.8rem; border-bottom: 1px solid var(--line); vertical-align: top; }
+pre { background: var(--shade); padding: 0.8rem; border-radius: 6px; overflow-x: auto; }
+@media print { body { max-width: none; } figure { break-inside: avoid; } }
+"""
+
 _PAGE = """<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -58,22 +75,7 @@ _PAGE = """<!DOCTYPE html>
 <meta name="color-scheme" content="light dark">
 <title>{title}</title>
 <style>
-:root {{ --ink: #222; --paper: #fff; --faint: #666; --line: #ddd; --shade: #f5f5f5; }}
-@media (prefers-color-scheme: dark) {{
-  :root {{ --ink: #e6e6e6; --paper: #16181c; --faint: #a0a0a0; --line: #3a3d44; --shade: #22252b; }}
-}}
-body {{ font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); max-width: 70rem;
-       margin: 2rem auto; padding: 0 1rem; }}
-h1, h2, h3 {{ line-height: 1.2; margin: 1.6em 0 0.5em; }}
-figure {{ margin: 1rem 0; }}
-figure img {{ max-width: 100%; height: auto; background: #fff; border-radius: 6px; padding: 8px; box-sizing: border-box; }}
-figcaption, small, caption {{ color: var(--faint); }}
-.wide {{ overflow-x: auto; }}
-table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; }}
-th, td {{ padding: 0.3rem 0.8rem; border-bottom: 1px solid var(--line); vertical-align: top; }}
-pre {{ background: var(--shade); padding: 0.8rem; border-radius: 6px; overflow-x: auto; }}
-@media print {{ body {{ max-width: none; }} figure {{ break-inside: avoid; }} }}
-</style>
+{style}</style>
 </head>
 <body>
 <h1>{title}</h1>
@@ -107,7 +109,16 @@ def report_html(title: str, sections: Iterable[Section]) -> str:
     Raises:
         TypeError: a section that is none of Heading, Text, Code, Picture, Table.
     """
-    return _PAGE.format(title=escape(title), body="\n".join(map(_html, sections)))
+    return _PAGE.format(title=escape(title), style=STYLE, body=sections_html(sections))
+
+
+def sections_html(sections: Iterable[Section]) -> str:
+    """Sections as they stand in the page, for another page that has the same STYLE.
+
+    Raises:
+        TypeError: a section that is none of Heading, Text, Code, Picture, Table.
+    """
+    return "\n".join(map(_html, sections))
 
 
 def write_report(path: str | os.PathLike[str], title: str, sections: Iterable[Section]) -> Path:
