@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 COMPUTE, COMMUNICATION, WAITING = "compute", "communication", "waiting"
 MOST_RANKS = 16
+LEAST_STRETCH = 1e-6  # of what a bar lasts: less is rounding
 
 
 class Look(NamedTuple):
@@ -21,12 +22,21 @@ class Look(NamedTuple):
     label: str  # the phase of a kernel, the kind of a collective; "" while waiting
 
 
+NOTHING = np.empty((0, 2))
+
+
 class Row(NamedTuple):
-    """One stream of one rank. `bars` holds, for each look, the bars' starts and ends in seconds, [n, 2]."""
+    """One stream of one rank, with starts and ends of bars in seconds, [n, 2].
+
+    Fields:
+        bars: for each look.
+        stretched: the ends of bars by which these last longer because they share their device or links with others.
+    """
 
     rank: int
     stream: str
     bars: dict[Look, np.ndarray]
+    stretched: np.ndarray = NOTHING
 
 
 def sample_ranks(ranks: Iterable[int], most: int = MOST_RANKS) -> list[int]:
@@ -77,9 +87,7 @@ def thin(bars: Mapping[Look, np.ndarray], edges_s: np.ndarray) -> dict[Look, np.
     for look, spans in bars.items():
         if not len(spans):
             continue
-        # Busy time up to t is a broken line through the ends of the bars.
-        busy = np.concatenate([[0.0], np.cumsum(spans[:, 1] - spans[:, 0])]).repeat(2)[1:-1]
-        share = np.diff(np.interp(edges_s, spans.reshape(-1), busy))
+        share = _busy(spans, edges_s)
         starts = edges_s[:-1] + used
         used = used + share
         kept = share > 0
@@ -89,18 +97,41 @@ def thin(bars: Mapping[Look, np.ndarray], edges_s: np.ndarray) -> dict[Look, np.
     return thinned
 
 
+def thin_ends(spans: np.ndarray, bars: Mapping[Look, np.ndarray], edges_s: np.ndarray) -> np.ndarray:
+    """Parts of bars, gathered inside each column at the end of what `thin` makes of the bars there.
+
+    Args:
+        spans: joined (see `merge`), [n, 2], and inside of the bars.
+        bars: joined bars of the row by look, before they are thinned.
+        edges_s: where the columns begin and end, [columns + 1].
+    """
+    share, used = _busy(spans, edges_s), np.zeros(len(edges_s) - 1)
+    for own in bars.values():
+        used = used + _busy(own, edges_s)
+    kept = share > 0
+    ends = (edges_s[:-1] + used)[kept]
+    return np.column_stack([ends - share[kept], ends])
+
+
+def _busy(spans: np.ndarray, edges_s: np.ndarray) -> np.ndarray:
+    """How long joined bars take in each column, in seconds."""
+    if not len(spans):
+        return np.zeros(len(edges_s) - 1)
+    # Busy time up to t is a broken line through the ends of the bars.
+    busy = np.concatenate([[0.0], np.cumsum(spans[:, 1] - spans[:, 0])]).repeat(2)[1:-1]
+    return np.diff(np.interp(edges_s, spans.reshape(-1), busy))
+
+
 def busiest_share(spans: np.ndarray, edges_s: np.ndarray) -> float:
     """The largest share of a column, 0-1, that bars cover; they are joined (see `merge`), [n, 2]."""
-    if not len(spans):
-        return 0.0
-    busy = np.concatenate([[0.0], np.cumsum(spans[:, 1] - spans[:, 0])]).repeat(2)[1:-1]
-    return float((np.diff(np.interp(edges_s, spans.reshape(-1), busy)) / np.diff(edges_s)).max())
+    return float((_busy(spans, edges_s) / np.diff(edges_s)).max()) if len(spans) else 0.0
 
 
 def timeline_rows(timeline: Timeline, ranks: Sequence[int], edges_s: np.ndarray | None = None) -> list[Row]:
     """The rows of a timeline picture: rank by rank, the streams in the order in which the rank first used them.
 
-    The time in which a collective holds its stream but waits for other members is a bar of its own (WAITING).
+    The time in which a collective holds its stream but waits for other members is a bar of its own (WAITING). What a
+    kernel or a message lost by sharing its device or its links with others is the end of its bar, marked as stretched.
 
     Args:
         timeline: a priced trace.
@@ -112,6 +143,7 @@ def timeline_rows(timeline: Timeline, ranks: Sequence[int], edges_s: np.ndarray 
     for rank in ranks:
         events = timeline.trace.events[rank]
         streams: dict[str, dict[Look, tuple[list[float], list[float]]]] = {}
+        stretched: dict[str, tuple[list[float], list[float]]] = {}
 
         def put(stream: str, look: Look, start_s: float, end_s: float, streams: dict = streams) -> None:
             starts, ends = streams.setdefault(stream, {}).setdefault(look, ([], []))
@@ -119,6 +151,10 @@ def timeline_rows(timeline: Timeline, ranks: Sequence[int], edges_s: np.ndarray 
             ends.append(end_s)
 
         for span in timeline.spans[rank]:
+            if (lost_s := span.stretch_s) > LEAST_STRETCH * (span.end_s - span.moves_s):
+                starts, ends = stretched.setdefault(span.stream, ([], []))
+                starts.append(span.end_s - lost_s)
+                ends.append(span.end_s)
             if span.kind == "kernel":
                 put(span.stream, Look(COMPUTE, span.phase), span.start_s, span.end_s)
                 continue
@@ -133,10 +169,12 @@ def timeline_rows(timeline: Timeline, ranks: Sequence[int], edges_s: np.ndarray 
             rows.append(Row(rank, "", {}))
         for stream, looks in streams.items():
             bars = {look: merge(*times) for look, times in looks.items()}
+            lost = merge(*stretched.get(stream, ((), ())))
             if edges_s is not None:
                 bars = {look: clip(spans, edges_s[0], edges_s[-1]) for look, spans in bars.items()}
-                if sum(map(len, bars.values())) > 2 * len(edges_s):
-                    bars = thin(bars, edges_s)
+                lost = clip(lost, edges_s[0], edges_s[-1])
+                if sum(map(len, bars.values())) + len(lost) > 2 * len(edges_s):
+                    bars, lost = thin(bars, edges_s), thin_ends(lost, bars, edges_s)
                 bars = {look: spans for look, spans in bars.items() if len(spans)}
-            rows.append(Row(rank, stream, bars))
+            rows.append(Row(rank, stream, bars, lost))
     return rows

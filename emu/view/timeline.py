@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from math import ceil
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,6 +23,8 @@ BAR_HEIGHT = 0.74
 RANK_GAP = 0.35  # extra room between the rows of two ranks, in rows
 # A legend explains what is seen. Of columns as wide as a letter, one must be covered to this share; grey needs more.
 LETTERS = 200
+STRETCHED = "longer by sharing"
+VEIL: dict[str, Any] = {"facecolors": (1.0, 1.0, 1.0, 0.6), "edgecolors": INK, "hatch": "||||||"}
 SEEN, GREY_SEEN = 0.02, 0.3
 
 
@@ -34,8 +37,9 @@ def timeline_figure(
 ) -> Figure:
     """Draws streams x ranks over time: kernels coloured by phase, communication hatched, idle time left empty.
 
-    A collective that holds its stream but waits for other ranks is outlined in grey. More than 16 ranks are sampled,
-    and the picture says so; name `ranks` to see others. Any number of kernels can be drawn.
+    A collective that holds its stream but waits for other ranks is outlined in grey. The end of a bar is veiled and
+    striped by as much as it lasts longer because it shares its device or its links with others. More than 16 ranks are
+    sampled, and the picture says so; name `ranks` to see others. Any number of kernels can be drawn.
 
     Args:
         timeline: a priced trace.
@@ -65,6 +69,7 @@ def timeline_figure(
         axes = figure.add_subplot()
         unit, unit_s = time_unit(end_s)  # absolute time, so that a window finds itself in the whole picture
         looks = draw_bars(axes, rows, places, unit_s)
+        _draw_stretched(axes, rows, places, unit_s)
         marked = _draw_marks(axes, timeline, rows, places, unit_s, (start_s, end_s))
         axes.set_xlim(start_s / unit_s, end_s / unit_s)
         axes.set_ylim((max(places) + 0.6) if places else 1, -0.6)
@@ -82,7 +87,8 @@ def timeline_figure(
             note = "pale bars: kernels too short for this picture; the shade is the share of time that they run"
             axes.set_title(note, loc="right", fontsize=8, color=FAINT_INK, pad=16)
         letters_s = np.linspace(start_s, end_s, LETTERS + 1)
-        bars_legend(figure, [look for look in looks if _is_seen(look, rows, letters_s)], marked)
+        stretched = any(busiest_share(row.stretched, letters_s) >= SEEN for row in rows)
+        bars_legend(figure, [look for look in looks if _is_seen(look, rows, letters_s)], marked, stretched)
     return figure
 
 
@@ -127,10 +133,7 @@ def draw_bars(axes: Axes, rows: Sequence[Row], places: Sequence[float], unit_s: 
     for row, place in zip(rows, places, strict=True):
         axes.axhline(place + BAR_HEIGHT / 2, color="#e6e6e6", linewidth=0.5, zorder=0)
         for look, bars in row.bars.items():
-            left, right = bars[:, 0] / unit_s, bars[:, 1] / unit_s
-            top, bottom = np.full_like(left, place - BAR_HEIGHT / 2), np.full_like(left, place + BAR_HEIGHT / 2)
-            boxes = np.stack([left, bottom, left, top, right, top, right, bottom], axis=1).reshape(-1, 4, 2)
-            corners.setdefault(look, []).append(boxes)
+            corners.setdefault(look, []).append(_boxes(bars, place, unit_s))
     looks = sorted(corners, key=_rank_of_look)
     for look in looks:
         style = {"facecolors": "none", "edgecolors": "#9a9a9a", "linewidths": 0.6}
@@ -144,6 +147,26 @@ def draw_bars(axes: Axes, rows: Sequence[Row], places: Sequence[float], unit_s: 
         boxes.set_snap(False)
         axes.add_collection(boxes, autolim=False)
     return looks
+
+
+def _boxes(bars: np.ndarray, place: float, unit_s: float) -> np.ndarray:
+    """The corners of bars, [n, 4, 2]."""
+    left, right = bars[:, 0] / unit_s, bars[:, 1] / unit_s
+    top, bottom = np.full_like(left, place - BAR_HEIGHT / 2), np.full_like(left, place + BAR_HEIGHT / 2)
+    return np.stack([left, bottom, left, top, right, top, right, bottom], axis=1).reshape(-1, 4, 2)
+
+
+def _draw_stretched(axes: Axes, rows: Sequence[Row], places: Sequence[float], unit_s: float) -> None:
+    """A veil over the ends of bars: their colour and hatch are still to be seen below it."""
+    from matplotlib.collections import PolyCollection
+
+    boxes = [
+        _boxes(row.stretched, place, unit_s) for row, place in zip(rows, places, strict=True) if len(row.stretched)
+    ]
+    if boxes:
+        veil = PolyCollection(np.concatenate(boxes), label=STRETCHED, zorder=2, linewidths=0.0, **VEIL)  # type: ignore[arg-type]
+        veil.set_snap(False)
+        axes.add_collection(veil, autolim=False)
 
 
 def _rank_of_look(look: Look) -> tuple[int, int, str]:
@@ -220,7 +243,7 @@ def label_rows(axes: Axes, rows: Sequence[Row], places: Sequence[float]) -> None
     axes.spines["left"].set_visible(False)
 
 
-def bars_legend(figure: Figure, looks: Sequence[Look], marked: bool, most: int = 7) -> None:
+def bars_legend(figure: Figure, looks: Sequence[Look], marked: bool, stretched: bool = False, most: int = 7) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
@@ -233,7 +256,12 @@ def bars_legend(figure: Figure, looks: Sequence[Look], marked: bool, most: int =
             handles.append(
                 Patch(facecolor=paint.colour, hatch=paint.hatch, edgecolor=INK, linewidth=0.3, label=_name(look))
             )
+    if stretched:
+        handles.append(
+            Patch(facecolor=VEIL["facecolors"], hatch=VEIL["hatch"], edgecolor=INK, linewidth=0.3, label=STRETCHED)
+        )
     if marked:
         handles.append(Line2D([], [], color=INK, linewidth=0.6, label="mark (when the host passed it)"))
     if handles:
-        figure.legend(handles=handles, loc="outside lower left", ncols=min(len(handles), most), handlelength=2.2)
+        columns = ceil(len(handles) / ceil(len(handles) / most))  # lines alike
+        figure.legend(handles=handles, loc="outside lower left", ncols=columns, handlelength=2.2)
