@@ -13,10 +13,10 @@ from emu.hardware import Cluster
 from emu.trace.events import Collective, Event, EventRecord, HostWait, Kernel, Mark, Wait
 from emu.trace.trace import Trace
 
-BUCKET_BYTES = 25 * 2**20  # torch's DistributedDataParallel
-FEW = 4  # so many are no flood
+BUCKET_BYTES = 25 * 2**20  # torch's DistributedDataParallel, bucket_cap_mb as it stands there
+FEW = 4  # so many are no flood: chosen
 SCALINGS = ("div_", "mul_")
-LATENCY = 0.5  # the share of their time that does not depend on their size, from which on they are small
+LATENCY = 0.5  # the share of their time that does not depend on their size, from which on they are small: chosen
 
 Key = tuple[str, tuple[int, ...], int]  # group, members, number
 

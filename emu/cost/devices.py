@@ -26,7 +26,8 @@ from emu.trace.events import Kernel
 if TYPE_CHECKING:
     from emu.cost.streams import Lane, RankState
 
-QUIET = (0.0, 0.0)  # share of compute and of memory bandwidth that communication takes
+# Share of compute and of memory bandwidth that communication takes where there is none: by definition.
+QUIET = (0.0, 0.0)
 
 
 class KernelCost:

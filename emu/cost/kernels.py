@@ -10,9 +10,9 @@ from emu.hardware import Chip
 from emu.trace.events import Kernel
 
 # Of torch's own backward pass, emu counts four products (twice the forward pass, as formulas do), but five are computed:
-# the scores again.
+# the scores again (arXiv 2307.08691, algorithm 2).
 _COMPUTED_BACKWARD = 5 / 4
-_LONG, _HEAD = 8192, 128  # of attention whose record has no dims
+_LONG, _HEAD = 8192, 128  # of attention whose record has no dims: assumed
 
 
 def is_attention(kernel: Kernel) -> bool:

@@ -14,7 +14,7 @@ from collections.abc import Hashable, Sequence
 
 from emu.cost.clock import Clock, Task
 
-FULL = 1 + 1e-9  # a link whose flows take less than this is not shared: what exceeds it is rounding
+FULL = 1 + 1e-9  # a link whose flows take less than this is not shared: what exceeds it is rounding; chosen
 
 
 class Flow(Task):

@@ -129,9 +129,9 @@ def break_even_tokens(layer: MoeLayer, ranks: int, cluster: Cluster) -> float:
     return high
 
 
-COUNT_BYTES = 8  # of one rank's count for one expert
-MOST_TOKENS = 1e15  # where bytes have not paid for latency by then, they never do
-LARGE_BYTES = 2**40  # of a message whose latency does not count
+COUNT_BYTES = 8  # of one rank's count for one expert: an int64, as emu.parallel sends it
+MOST_TOKENS = 1e15  # where bytes have not paid for latency by then, they never do; chosen
+LARGE_BYTES = 2**40  # of a message whose latency does not count; chosen
 
 
 def _moving_s(kind: str, size_bytes: float, ranks: int, cluster: Cluster) -> float:

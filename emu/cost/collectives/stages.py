@@ -19,7 +19,7 @@ from emu.cost.collectives.rates import (
 from emu.cost.collectives.torus import turns_of
 from emu.hardware import Cluster, Protocol
 
-IN_SWITCH_MEASURED = 8  # devices with which Link.in_switch_fraction was measured
+IN_SWITCH_MEASURED = 8  # devices with which Link.in_switch_fraction was measured (emu/hardware/data/links.toml)
 
 
 class Stage(NamedTuple):
@@ -210,7 +210,7 @@ def in_switch(at: Placement, cluster: Cluster) -> tuple[Stage, ...]:
     return (Stage(steps, latency_s / steps, 2 * (at.n - 1) / at.n / bus, True),)
 
 
-IN_SWITCH_STEPS = 4  # to the switch, to the owner of each piece, back to the switch, to all
+IN_SWITCH_STEPS = 4  # derived: to the switch, to the owner of each piece, back to the switch, to all
 
 STAGES: Mapping[str, Callable[[str, Rates], tuple[Stage, ...]]] = {
     "ring": ring,

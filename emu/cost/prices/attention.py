@@ -15,7 +15,7 @@ KINDS = ("flash1", "flash2", "flash3")
 # 64 against 128 in figures 5 and 6 of arXiv 2407.08608 and figure 4 of 2307.08691; others assumed.
 _SMALL_HEAD = 0.8
 _ODD_HEAD = 0.9
-_BLOCK = 128  # keys of a block
+_BLOCK = 128  # keys of a block: assumed, as of FlashAttention's kernels for heads of 128
 
 
 def attention_s(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from emu.cost.prices.tiles import padded_share, tiled_share
 from emu.hardware import Chip
 
-# Bytes of an element of an operand and of the result; float8 products write bfloat16.
+# Bytes of an element of an operand and of the result, by definition; float8 products write bfloat16.
 _BYTES = {"float64": (8, 8), "float32": (4, 4), "tf32": (4, 4), "float8": (1, 2)}
 _BYTES_OF_16_BITS = (2, 2)
 

@@ -13,9 +13,9 @@ from .placing import crosses_nodes, in_node
 from .prices import Prices
 from .workload import Workload
 
-# A ring of keys and values hides behind attention, but for its first steps and where it takes longer than attention.
+# A ring of keys and values hides behind attention, but for its first steps and where it takes longer than attention. Assumed.
 RING_EXPOSED = 0.1
-# What a dispatcher does beside moving tokens: it meets, and learns who sends how much.
+# What a dispatcher does beside moving tokens: it meets, and learns who sends how much. Assumed.
 DISPATCH_S = 30e-6
 
 

@@ -10,13 +10,13 @@ from .stacks import Stack
 from .work import Attention, Pass, Product, Work
 from .workload import Workload
 
-ELEMENT = 2  # bytes of an activation
+ELEMENT = 2  # bytes of an activation: bfloat16
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp8": "float8"}
 WIDE = {"bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16"}  # of attention and the head, which fp8 leaves alone
 # What an RMS norm written out in float32 moves beside reading and writing bf16 once, bytes an element: to float32 (2 + 4),
 # squared (4 + 4), averaged (4), scaled (4 + 4), back (4 + 2), weighed (2 + 2), less 4. Counted in a shape run's trace.
 SPELLED_NORM = 32
-BACKWARD_FLOPS = 2.5  # of fused attention over its forward's: five products, two of which forward has too
+BACKWARD_FLOPS = 2.5  # of fused attention over its forward's, derived: five products, two of which forward has too
 
 
 def layer_work(w: Workload, stack: Stack, micro_batch: int, expert: bool = False) -> tuple[Work, ...]:

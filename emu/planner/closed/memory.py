@@ -20,7 +20,7 @@ RESERVED = 1.08
 # A process's CUDA context and kernels, and a communicator's buffers (cost_model.md of the reference: 1 to 2 GB in all).
 CONTEXT_BYTES, GROUP_BYTES = 1.5e9, 0.5e9
 BUCKET = 5e8  # elements, DeepSpeed's MEMORY_OPT_ALLREDUCE_SIZE
-GATHERED_LAYERS = 3  # FSDP: the layer at work, the one gathered ahead, and gradients not reduced yet
+GATHERED_LAYERS = 3  # FSDP: the layer at work, the one gathered ahead, and gradients not reduced yet; assumed
 WEIGHT_BYTES = 32  # per element of the hidden state, what backward of weights alone needs (arXiv:2401.10241)
 
 

@@ -23,8 +23,8 @@ from .stages import StageTime, layers_of_stages
 from .workload import Workload, WorkloadError
 
 BUCKET_BYTES = 25 * 2**20  # of bfloat16 gradients, as emu.parallel.data fills them
-REDUCED = 4  # bytes of a gradient's element as it is reduced
-SMALL = 13  # kernels of no size in a step, and tiny sums that all ranks make
+REDUCED = 4  # bytes of a gradient's element as it is reduced: float32
+SMALL = 13  # kernels of no size in a step, and tiny sums that all ranks make; counted in shape runs
 
 
 class Segment(NamedTuple):

@@ -10,10 +10,10 @@ from .prices import Prices
 from .stages import StageTime, laid
 from .workload import Workload
 
-GATHER_BYTES = 2  # an element of a gathered parameter
-SUMMED_BYTES = 4  # an element of a gradient that copies under HSDP sum
-HIDDEN_AT_MOST = 0.92  # the first bucket's reduction, or the last one's, has nothing to hide behind
-USABLE = 0.9  # of a backward pass, until whose end gradients keep coming
+GATHER_BYTES = 2  # an element of a gathered parameter: bfloat16
+SUMMED_BYTES = 4  # an element of a gradient that copies under HSDP sum: float32
+HIDDEN_AT_MOST = 0.92  # the first bucket's reduction, or the last one's, has nothing to hide behind; assumed
+USABLE = 0.9  # of a backward pass, until whose end gradients keep coming; assumed
 
 
 class Sharded(NamedTuple):

@@ -12,7 +12,7 @@ from .timing import LayerTime
 from .workload import Workload
 
 IN_ORDER = frozenset(("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2"))  # see in_order
-WALKED = 4  # micro-batches for each device that other schedules are looked at for: after that they repeat
+WALKED = 4  # micro-batches for each device that other schedules are looked at for: after that they repeat; chosen
 
 
 class StageTime(NamedTuple):

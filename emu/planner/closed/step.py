@@ -20,8 +20,9 @@ from .timing import LayerTime, layer_time, mixed
 from .work import Work
 from .workload import Prediction, Workload
 
-TUNED = (1, 2, 4, 8)  # micro-batches tried where a source states none
-FIRST_SHARE = 0.45  # of what passes over the whole vocabulary each micro-batch: the embedding's; the rest is the head's
+TUNED = (1, 2, 4, 8)  # micro-batches tried where a source states none; chosen
+# Of what passes over the whole vocabulary each micro-batch: the embedding's; the rest is the head's. Assumed.
+FIRST_SHARE = 0.45
 
 
 class Prepared(NamedTuple):

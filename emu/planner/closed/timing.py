@@ -10,7 +10,7 @@ from .prices import Prices
 from .work import Attention, Work
 from .workload import Workload
 
-PER_OP_AGAIN = 0.45  # of a layer's forward, where every second matrix product is kept
+PER_OP_AGAIN = 0.45  # of a layer's forward, where every second matrix product is kept; assumed
 
 
 class LayerTime(NamedTuple):
