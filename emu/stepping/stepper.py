@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from emu.hardware import Cluster
 from emu.spmd import EmuError, Mesh
@@ -15,6 +15,9 @@ from emu.stepping.history import History, WentAnotherWay
 from emu.stepping.moment import Moment, RankMoment
 from emu.stepping.ops import Op
 from emu.stepping.situation import Situations
+
+if TYPE_CHECKING:
+    from emu.stepping.widget import StepperWidget
 
 MOST_STANDING = (
     2  # runs of the program that are kept standing still: one where the stepper is, one for looking elsewhere
@@ -29,10 +32,14 @@ class Stepper:
         mesh, cluster: what it runs on.
         history: the steps that are known so far.
         closed: whether it was closed: then nothing is left to step.
+        watchers: called whenever it has moved, or was closed.
     """
 
     def __init__(self, program: Callable[..., Any], mesh: Mesh, cluster: Cluster, how: dict[str, Any]) -> None:
-        self.mesh, self.cluster, self.index, self.closed = mesh, cluster, 0, False
+        self.mesh, self.cluster, self.closed = mesh, cluster, False
+        self.watchers: list[Callable[[], None]] = []
+        self.index = 0
+        self._widget: StepperWidget | None = None
         self._program, self._how = program, {"capacity_bytes": cluster.chip.hbm_bytes, **how}
         self.history = History(range(mesh.size))
         self._situations = Situations(self.history)
@@ -46,6 +53,20 @@ class Stepper:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+    @property
+    def index(self) -> int:
+        """How many steps were taken."""
+        return self._index
+
+    @index.setter
+    def index(self, index: int) -> None:
+        self._index = index
+        self._tell()
+
+    def _tell(self) -> None:
+        for watcher in self.watchers:
+            watcher()
 
     # Going on and back.
 
@@ -141,6 +162,7 @@ class Stepper:
         """Ends every rank. Nothing is left running; what was seen can still be looked at, but for tensors."""
         self.closed = True
         _end(self._executions)
+        self._tell()
 
     # Looking.
 
@@ -194,6 +216,17 @@ class Stepper:
 
     def _repr_png_(self) -> bytes:
         return self.now._repr_png_()
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+        """A widget where anywidget is installed; a picture and text for whoever shows no widgets."""
+        from emu.stepping.shown import bundle
+
+        return bundle(self)
+
+    def _ipython_display_(self) -> None:
+        from emu.stepping.shown import display
+
+        display(self)
 
     # Runs of the program that stand still.
 
