@@ -1,0 +1,90 @@
+// What "until" waits for, over the steps that are known: the same matches as Python's `Stepper.until`.
+
+/** A shell pattern with *, ? and [abc] as a test of whole text; as fnmatchcase, everything else stands for itself. */
+export function shellTest(pattern) {
+  let source = "";
+  for (let i = 0; i < pattern.length; i++) {
+    const letter = pattern[i];
+    // In [abc] a "]" that comes first is one of the letters.
+    const close = letter === "[" ? pattern.indexOf("]", i + (pattern[i + 1] === "!" ? 3 : 2)) : -1;
+    if (letter === "*") source += "[^]*";
+    else if (letter === "?") source += "[^]";
+    else if (close > 0) {
+      const inner = pattern.slice(i + 1, close).replace(/[\\\]^[&~|]/g, "\\$&");
+      source += inner[0] === "!" ? `[^${inner.slice(1)}]` : `[${inner}]`;
+      i = close;
+    } else source += letter.replace(/[\\^$.*+?()[\]{}|/]/g, "\\$&");
+  }
+  try {
+    const whole = new RegExp(`^(?:${source})$`);
+    return (text) => whole.test(text);
+  } catch {
+    return () => false; // a range that runs backwards matches nothing
+  }
+}
+
+function isCalled(op, test) {
+  return [op.name, op.kind, op.label].some(test) || (op.given !== "" && test(op.given));
+}
+
+function isWithin(op, test) {
+  const parts = op.scope.split(".");
+  for (let i = 1; i <= parts.length; i++) {
+    const path = parts.slice(0, i).join(".");
+    if (path && test(path)) return true;
+  }
+  return op.phase !== "" && test(op.phase);
+}
+
+/** What is true of a step for each different op, found once. */
+function remembered(recording, of) {
+  const found = [];
+  return (row) => (found[row] ??= of(recording.op(row)));
+}
+
+/**
+ * The first step after `start` that is called so, or that is the first of its rank in such a scope or phase.
+ * @param {Recording} recording
+ * @param {string} what a name, "group.kind", a scope, a phase, a mark, "rank 2" or "2", with * for any letters
+ * @param {number} start steps taken where the search begins
+ * @returns {number} -1 where none is known
+ */
+export function findGoal(recording, what, start) {
+  const test = shellTest(/^\d+$/.test(what) ? `rank ${what}` : what);
+  const { steps } = recording.tables;
+  const ranks = steps.column("rank");
+  const ops = steps.column("op");
+  const called = remembered(recording, (op) => isCalled(op, test));
+  const within = remembered(recording, (op) => isWithin(op, test));
+  const named = new Set(recording.ranks.filter((rank) => test(`rank ${rank}`)));
+  const inside = new Map();
+  for (let i = Math.min(start, steps.n - 1); i >= 0 && inside.size < recording.ranks.length; i--) {
+    if (!inside.has(ranks[i])) inside.set(ranks[i], within(ops[i]));
+  }
+  for (let i = start + 1; i < steps.n; i++) {
+    const enters = within(ops[i]) && !inside.get(ranks[i]);
+    inside.set(ranks[i], within(ops[i]));
+    if (enters || called(ops[i]) || named.has(ranks[i])) return i;
+  }
+  return -1;
+}
+
+/** Names that are in what is known, those like `what` first: for the hint of a search that found nothing. */
+export function namesNear(recording, what, most = 5) {
+  const texts = new Set();
+  for (let row = 0; row < recording.tables.ops.n; row++) {
+    const op = recording.op(row);
+    for (const text of [op.name, op.label, op.given, op.scope, op.phase]) if (text) texts.add(text);
+  }
+  const pairs = (text) => new Set(Array.from({ length: Math.max(text.length - 1, 0) }, (_, i) => text.slice(i, i + 2)));
+  const own = pairs(what.toLowerCase());
+  const scored = [];
+  for (const text of texts) {
+    const other = pairs(text.toLowerCase());
+    let shared = 0;
+    for (const pair of own) shared += other.has(pair) ? 1 : 0;
+    scored.push([shared / Math.max(own.size + other.size, 1), text]);
+  }
+  scored.sort((a, b) => b[0] - a[0]);
+  return scored.slice(0, most).map(([, text]) => text);
+}

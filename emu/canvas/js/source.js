@@ -1,0 +1,65 @@
+// What a page asks for beside the steps: tensors and walks, out of the record or of the program that is alive.
+
+import { tensorsOf } from "./tensors.js";
+
+const CALM_MS = 120; // a program that is alive is asked once the page stands still
+
+/** Answers for the panels, of the step and rank that are shown. Answers are kept: a step does not change. */
+export class Answers {
+  /** @param {object} app recording, index, selected, live, ask(question) */
+  constructor(app) {
+    this.app = app;
+    this.kept = new Map();
+  }
+
+  /** Another rank went first: what was known of steps is not so. */
+  forget() {
+    this.kept.clear();
+  }
+
+  async _ask(key, question) {
+    const { app } = this;
+    if (this.kept.has(key)) return this.kept.get(key);
+    const at = [app.index, app.selected];
+    await new Promise((resolve) => setTimeout(resolve, CALM_MS));
+    if (app.gone || at[0] !== app.index || at[1] !== app.selected) return {};
+    const answer = await app.ask(question);
+    if (!answer.error) this.kept.set(key, answer);
+    return answer;
+  }
+
+  /** The last collective that moved data: {walk, algorithms} or {error}. */
+  async walk(algorithm) {
+    const { recording, index, live } = this.app;
+    if (live) {
+      const ask = (name) => this._ask(`walk ${index} ${name}`, { walk: name ? { step: index, algorithm: name } : { step: index } });
+      const answer = await ask(algorithm);
+      return answer.error && algorithm ? ask(null) : answer; // this one has no such algorithm
+    }
+    let at = -1;
+    for (const key of Object.keys(recording.walks)) if (Number(key) <= index && Number(key) > at) at = Number(key);
+    const walks = at < 0 ? null : recording.walks[at];
+    if (!walks) return { error: { message: `no collective has moved data before step ${index}`, hint: "go on to one, e.g. until all_reduce, and one step further" } };
+    const algorithms = Object.keys(walks);
+    if (!algorithms.length) return { error: { message: "the numbers of this collective are not in this file", hint: recording.notes.join("; ") } };
+    return { walk: walks[algorithm] || walks[algorithms[0]], algorithms };
+  }
+
+  /** The tensors of the selected rank: {tensors} or {error}. */
+  async tensors() {
+    const { recording, index, selected, live } = this.app;
+    if (live) return this._ask(`tensors ${index} ${selected}`, { tensors: { step: index, rank: selected } });
+    const tensors = tensorsOf(recording, selected, index);
+    return tensors ? { tensors } : { error: { message: "no tensors are in this file", hint: recording.notes.join("; ") } };
+  }
+
+  /** The numbers of one of them: {value, note} or {error}. */
+  async value(tensor) {
+    const { index, selected, live } = this.app;
+    if (!live) return { error: { message: "its numbers are not in this file", hint: "" } };
+    const answer = await this._ask(`value ${index} ${selected} ${tensor.name}`, { tensor: { step: index, rank: selected, name: tensor.name } });
+    if (answer.error || !answer.tensor) return answer.error ? answer : { error: { message: "no answer yet", hint: "" } };
+    const { value, note } = answer.tensor;
+    return value === null ? { error: { message: note, hint: "" } } : { value, note };
+  }
+}
