@@ -39,7 +39,8 @@ MEMORY_BYTES = 3
 MOST_MEMORY = 0.5  # of a device's bandwidth: a memory serves all alike. Assumed
 
 UP, OUT, HOST = "node", "network", "host"  # a device's own links
-ABOVE = "above pod"
+ABOVE, WIRE = "above pod", "wire"
+SWITCHED = ("switch", "fat tree", "rails")  # shapes of nodes in which devices meet on switches
 
 
 class Load(NamedTuple):
@@ -87,13 +88,7 @@ def collective_load(
     """
     if seconds <= 0:
         return Load(seconds)
-    traffic, parts = _Traffic(cluster), others or {}
-    if event.kind == "all_to_all" and not any(p.sizes or p.bytes != event.bytes for p in (event, *parts.values())):
-        traffic.add_all_to_all(event.members, event.bytes / len(event.members))
-    else:
-        for source, target, size in _messages(event, cluster, parts):
-            traffic.add(source, target, size)
-    chip = cluster.chip
+    traffic, chip = collective_traffic(event, cluster, others), cluster.chip
     arriving = max((traffic.arriving[m] for m in event.members), default=0.0)
     return Load(
         seconds,
@@ -104,14 +99,24 @@ def collective_load(
     )
 
 
+def collective_traffic(event: Collective, cluster: Cluster, others: Mapping[int, Collective] | None = None) -> Traffic:
+    """What a collective moves over links between devices; arguments as of collective_load."""
+    traffic, parts = Traffic(cluster), others or {}
+    if event.kind == "all_to_all" and not any(p.sizes or p.bytes != event.bytes for p in (event, *parts.values())):
+        traffic.add_all_to_all(event.members, event.bytes / len(event.members))
+    else:
+        for source, target, size in _messages(event, cluster, parts):
+            traffic.add(source, target, size)
+    return traffic
+
+
 def transfer_load(event: Transfer, cluster: Cluster, busiest_bytes: int) -> Load:
     """What a point-to-point message takes; arguments as of transfer_s."""
     seconds = transfer_s(event, cluster, busiest_bytes)
     chip, moved = cluster.chip, event.bytes / seconds if seconds else 0.0
     if event.src == event.dst:  # a copy: read and written
         return Load(seconds, memory=min(2 * moved / chip.memory_bytes_per_s, MOST_MEMORY))
-    traffic = _Traffic(cluster)
-    traffic.add(event.src, event.dst, event.bytes)
+    traffic = transfer_traffic(event, cluster)
     memory = min(MEMORY_BYTES * moved / chip.memory_bytes_per_s, MOST_MEMORY)
     shares = traffic.shares(seconds)
     if cluster.crosses_nodes((event.src, event.dst)):
@@ -120,6 +125,13 @@ def transfer_load(event: Transfer, cluster: Cluster, busiest_bytes: int) -> Load
     return Load(
         seconds, (*shares, *_wires(event, cluster, seconds)), memory, chip.overlap_loss, held_share(chip, CORES)
     )
+
+
+def transfer_traffic(event: Transfer, cluster: Cluster) -> Traffic:
+    """What a message between two devices moves over links between devices."""
+    traffic = Traffic(cluster)
+    traffic.add(event.src, event.dst, event.bytes)
+    return traffic
 
 
 def host_copy_load(event: HostCopy, rank: int, cluster: Cluster) -> Load:
@@ -137,8 +149,14 @@ def _share(size: float, seconds: float, bytes_per_s: float) -> float:
     return min(1.0, size / (seconds * bytes_per_s))
 
 
-class _Traffic:
-    """Bytes on links, by link and direction."""
+class Traffic:
+    """Bytes on links between devices, by link and direction.
+
+    Attributes:
+        sizes: link -> bytes. A device's own links are (device, UP or OUT, "out" or "in"), what leads up from a pod is (pod,
+            ABOVE, rail, "up" or "down").
+        arriving: device -> bytes.
+    """
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
@@ -192,18 +210,23 @@ class _Traffic:
 
     def shares(self, seconds: float, present: Container[int] | None = None) -> tuple[tuple[Hashable, float], ...]:
         """Of every link the share that is taken; of devices' own only those of ranks that are present."""
-        cluster = self.cluster
-        rates = {UP: cluster.node.scale_up.bytes_per_s, OUT: cluster.scale_out.bytes_per_s}
-        if self.thin is not None:
-            parts = self.thin.pod_devices
-            if self.thin.kind == "rails":
-                parts //= cluster.node.devices_per_node
-            rates[ABOVE] = cluster.scale_out.bytes_per_s * parts / self.thin.oversubscription
+        rates = bytes_per_s(self.cluster)
         return tuple(
             (link, _share(size, seconds, rates[link[1]]))
             for link, size in self.sizes.items()
             if size and (present is None or link[1] == ABOVE or link[0] in present)
         )
+
+
+def bytes_per_s(cluster: Cluster) -> dict[str, float]:
+    """What links between devices carry in one direction: UP, OUT and, where the network is oversubscribed, ABOVE."""
+    rates, fabric = {UP: cluster.node.scale_up.bytes_per_s, OUT: cluster.scale_out.bytes_per_s}, cluster.fabric
+    if fabric is not None and fabric.oversubscription > 1:
+        parts = fabric.pod_devices
+        if fabric.kind == "rails":
+            parts //= cluster.node.devices_per_node
+        rates[ABOVE] = cluster.scale_out.bytes_per_s * parts / fabric.oversubscription
+    return rates
 
 
 def _messages(
@@ -256,26 +279,35 @@ def _ring(event: Collective, cluster: Cluster) -> Iterator[tuple[int, int, float
 
 def _wires(event: Transfer, cluster: Cluster, seconds: float) -> Iterator[tuple[Hashable, float]]:
     """The wires that a transfer takes inside a node without a switch."""
-    lane, shape = _lane_bytes_per_s(cluster), cluster.node.shape
-    if lane is None or shape is None or shape.kind in ("switch", "fat tree", "rails"):
+    lane = lane_bytes_per_s(cluster)
+    if lane is None:
         return
-    where = cluster.node_of(event.src)
-    for _, wire in cluster.path(event.src, event.dst):
-        share = _share(event.bytes, seconds, lane * wire.lanes)
+    for link, (size, lanes) in transfer_wires(event, cluster).items():
+        share = _share(size, seconds, lane * lanes)
         if share:
-            yield (where, "wire", wire.source, wire.target), share
+            yield link, share
+
+
+def transfer_wires(event: Transfer, cluster: Cluster) -> dict[tuple, tuple[float, float]]:
+    """(node, WIRE, from, to) -> bytes, and lanes of the wire; empty between nodes, and where a switch joins devices."""
+    shape = cluster.node.shape
+    if shape is None or shape.kind in SWITCHED or cluster.crosses_nodes((event.src, event.dst)):
+        return {}
+    where = cluster.node_of(event.src)
+    path = cluster.path(event.src, event.dst)
+    return {(where, WIRE, wire.source, wire.target): (event.bytes, wire.lanes) for _, wire in path}
 
 
 def _wires_of_group(event: Collective, cluster: Cluster, seconds: float) -> Iterator[tuple[Hashable, float]]:
     """The wires that a collective takes there."""
-    lane = _lane_bytes_per_s(cluster)
+    lane = lane_bytes_per_s(cluster)
     if lane is not None:
         for (where, source, target), size in wire_bytes(event, cluster).items():
             if size:
-                yield (where, "wire", source, target), _share(size, seconds, lane)
+                yield (where, WIRE, source, target), _share(size, seconds, lane)
 
 
-def _lane_bytes_per_s(cluster: Cluster) -> float | None:
+def lane_bytes_per_s(cluster: Cluster) -> float | None:
     """What one lane inside a node carries; None where its wires are not known."""
     node, lane = cluster.node, cluster.node.lane_bytes_per_s
     return lane and lane * node.scale_up.bytes_per_s / node.scale_up.bandwidth_bytes_per_s

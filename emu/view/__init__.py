@@ -23,6 +23,7 @@ from emu.view.stepping import stepping_figure
 from emu.view.style import png_bytes, png_data_uri
 from emu.view.tables import Table, comparison_table, metrics_table
 from emu.view.timeline import timeline_figure
+from emu.view.traffic import traffic_figure, traffic_table
 from emu.view.validated import validated_figure
 from emu.view.waiting import waiting_figure
 from emu.view.wiring import wiring_figure
@@ -64,6 +65,8 @@ __all__ = [
     "summary_html",
     "summary_tables",
     "timeline_figure",
+    "traffic_figure",
+    "traffic_table",
     "validated_figure",
     "waiting_figure",
     "wiring_figure",
