@@ -31,11 +31,12 @@ _STREAM = (Kernel, HostCopy, EventRecord, EventWait)
 class _Open:
     """A communication that has begun: who came, and who takes part and runs."""
 
-    __slots__ = ("begin", "event", "left", "parts", "row")
+    __slots__ = ("begin", "event", "left", "parts", "row", "works")
 
     def __init__(self, event: Collective | Transfer, begin: int, needed: int) -> None:
         self.event, self.begin, self.left, self.row = event, begin, needed, -1
         self.parts: list[tuple[int, int]] = []  # (rank, step), in the order in which they came
+        self.works: list[tuple[int, int]] = []  # (rank, work) of the same
 
 
 class Follow:
@@ -125,6 +126,7 @@ class Follow:
             meeting = self._open[key] = _Open(event, step, sum(member in self.ranks for member in members))
             self._opened.append(meeting)
         meeting.parts.append((rank, step))
+        meeting.works.append((rank, event.work))
         meeting.left -= 1
         if meeting.left <= 0:
             del self._open[key]
@@ -139,6 +141,10 @@ class Follow:
             row = self._works.pop((rank, work), None)
             if row is not None:
                 self.record.end("works", row, step)
+
+    def waiting(self) -> set[tuple[int, int]]:
+        """(rank, work) of communications that wait for somebody."""
+        return {work for meeting in self._open.values() for work in meeting.works}
 
     def settle(self, step: int) -> None:
         """Adds rows for whatever has changed: it is so from this step on."""

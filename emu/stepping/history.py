@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -41,6 +42,7 @@ class History:
     def __init__(self, ranks: Sequence[int]) -> None:
         self.ranks = list(ranks)
         self.ops: list[Op] = []
+        self._own: dict[int, list[int]] = {rank: [] for rank in ranks}  # which of the steps are a rank's
         self.events: dict[int, list[Event]] = {rank: [] for rank in ranks}
         self.changes: list[tuple[Standing, ...]] = []
         self.ended = False
@@ -53,6 +55,12 @@ class History:
     def __len__(self) -> int:
         """How many steps are known, the one that is about to be taken among them."""
         return len(self.ops)
+
+    def next_of(self, rank: int, index: int) -> Op | None:
+        """The next step that a rank takes, from step `index` on, as far as it is known."""
+        own = self._own[rank]
+        at = bisect_left(own, index)
+        return self.ops[own[at]] if at < len(own) else self.coming.get(rank)
 
     def note(self, index: int, op: Op, now: Mapping[int, Standing], records: Mapping[int, Sequence[Event]]) -> None:
         """A rank stands before step number `index`.
@@ -73,6 +81,7 @@ class History:
                     now=op,
                 )
             return
+        self._own[op.rank].append(index)
         self.ops.append(op)
         self._note(now, records)
 
@@ -102,6 +111,8 @@ class History:
         self.cuts.append(index)
         self.coming.clear()
         del self.ops[index:], self.changes[index + 1 :]
+        for own in self._own.values():
+            del own[bisect_left(own, index) :]
         self.ended, self.error, self.failed_rank = False, None, -1
         self.choices = {at: ranks for at, ranks in self.choices.items() if at <= index}
         del self.choices.get(index, [])[given:]

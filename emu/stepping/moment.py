@@ -14,10 +14,10 @@ from emu.hardware import Cluster
 from emu.spmd import EmuError, Mesh
 from emu.stepping.chunks import Walk, walked
 from emu.stepping.history import History
+from emu.stepping.meetings import Carried
 from emu.stepping.ops import Op
 from emu.stepping.situation import Situation, so_far
 from emu.stepping.tensors import Held, copied, frames_of, held
-from emu.trace.events import Collective, Transfer
 from emu.trace.trace import Trace
 
 if TYPE_CHECKING:
@@ -119,13 +119,17 @@ class Moment:
         Raises:
             EmuError: none did so yet, or its kind and algorithm have no such walk.
         """
-        carried = self._standing(self.index).meetings.last
+        carried = self.carried()
         if carried is None:
             raise EmuError(
                 f"no collective has moved data before step {self.index}",
                 "go on to one: until('all_reduce'), then next()",
             )
         return walked(carried, algorithm, self.cluster)
+
+    def carried(self) -> Carried | None:
+        """The last collective that moved data before this step, as it was called; None if none did so yet."""
+        return self._standing(self.index).meetings.last
 
     def timeline(self) -> Timeline:
         """The record so far, priced on the cluster: provisional, since what comes may contend for the same links.
@@ -237,10 +241,3 @@ class RankMoment:
         from emu.stepping.text import rank_text
 
         return rank_text(self)
-
-
-def in_words(event: Collective | Transfer) -> str:
-    """A communication as messages call it: "dp.all_reduce number 3"."""
-    if isinstance(event, Collective):
-        return f"{event.group}.{event.kind} number {event.seq}"
-    return f"{event.group}.{event.kind} number {event.seq} {event.src}->{event.dst}"

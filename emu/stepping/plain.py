@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from emu.canvas.words import in_words, on_stream
 from emu.cost import Timeline
-from emu.stepping.moment import in_words
 from emu.stepping.ops import Op
 from emu.stepping.situation import Situation, Stands, key_of
-from emu.trace.events import Collective, EventRecord, EventWait, HostCopy, Kernel, Transfer, Wait
 
 if TYPE_CHECKING:
     from emu.stepping.moment import Moment
@@ -48,7 +47,7 @@ def _rank(moment: Moment, situation: Situation, timeline: Timeline | None, rank:
     history, stands = moment.history, situation.ranks[rank]
     standing = stands.standing
     last = history.ops[stands.last] if stands.last >= 0 else None
-    coming = _coming(moment, rank)
+    coming = history.next_of(rank, moment.index)  # it may stand before it only later
     state = standing.state
     if moment.op is not None and moment.op.rank == rank:
         state = "next"
@@ -74,15 +73,6 @@ def _rank(moment: Moment, situation: Situation, timeline: Timeline | None, rank:
     }
 
 
-def _coming(moment: Moment, rank: int) -> Op | None:
-    """The next step that a rank takes, as far as it is known: it may stand before it only later."""
-    ops = moment.history.ops
-    for i in range(moment.index, min(len(ops), moment.index + 2000)):
-        if ops[i].rank == rank:
-            return ops[i]
-    return moment.history.coming.get(rank)
-
-
 def _host_s(timeline: Timeline | None, rank: int) -> float | None:
     times = list(timeline.event_times(rank)) if timeline is not None else []
     return times[-1] if times else None
@@ -93,25 +83,9 @@ def _streams(situation: Situation, timeline: Timeline | None, rank: int, stands:
     for span in timeline.spans[rank] if timeline is not None else ():
         until[span.stream] = max(until.get(span.stream, 0.0), span.end_s)
     return [
-        {"name": name, "last": _name(situation.event(rank, i)), "given": given, "until_s": until.get(name)}
+        {"name": name, "last": on_stream(situation.event(rank, i)), "given": given, "until_s": until.get(name)}
         for name, (i, given) in stands.streams.items()
     ]
-
-
-def _name(event: Any) -> str:
-    match event:
-        case Kernel():
-            return event.name
-        case Collective() | Transfer():
-            return f"{event.group}.{event.kind}"
-        case HostCopy():
-            return event.kind
-        case Wait() | EventWait():
-            return "wait"
-        case EventRecord():
-            return f"event {event.event}"
-        case _:
-            return type(event).__name__
 
 
 def _works(situation: Situation, rank: int, stands: Stands) -> list[dict[str, Any]]:

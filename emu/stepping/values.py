@@ -1,0 +1,59 @@
+"""Values of tensors as plain data, in as few digits as say them exactly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from emu.canvas.record import plain
+from emu.stepping.chunks import Walk
+
+ELEMENTS = 1024  # the most of one tensor that a page is given
+
+
+def plain_values(t: Tensor, most: int = ELEMENTS) -> Any:
+    """Nested lists of a tensor's values; None if they are more than `most`, or if there are none (shapes alone).
+
+    Numbers have as many digits as their dtype needs: 0.1 in float32 is 0.1. What JSON has no number for is text.
+    """
+    if t.is_meta or t.numel() > most:
+        return None
+    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+        t = t.detach()
+        if not t.dtype.is_floating_point or t.dtype == torch.float64:
+            return plain(t.tolist())
+        narrow = t.to(torch.float32).contiguous().numpy()
+    return plain(narrow.astype(str).astype(np.float64).tolist())
+
+
+def bytes_of(t: Tensor) -> bytes:
+    """What a tensor holds, as it lies in memory."""
+    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+        return t.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def plain_walk(walk: Walk) -> dict[str, Any]:
+    """The same as Walk.as_dict, as a page is given it."""
+
+    def values(t: Tensor) -> Any:
+        return plain_values(t, t.numel())
+
+    return {
+        "what": walk.what,
+        "algorithm": walk.algorithm,
+        "cuts": list(walk.cuts),
+        "given": {str(rank): values(x) for rank, x in walk.given.items()},
+        "hops": [
+            {
+                "number": hop.number,
+                "says": hop.says,
+                "moves": [{**move._asdict(), "values": values(move.values)} for move in hop.moves],
+                "held": {str(rank): values(x) for rank, x in hop.held.items()},
+                "times_s": None if hop.times_s is None else list(hop.times_s),
+            }
+            for hop in walk.hops
+        ],
+    }
