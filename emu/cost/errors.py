@@ -2,24 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from emu.spmd import EmuError
 
 
-class PricingError(ValueError):
-    """A trace that cannot be priced on a cluster.
-
-    Args:
-        message: what is wrong, and where.
-        hint: what to do about it.
-        fields: facts about it; each becomes an attribute.
-    """
-
-    def __init__(self, message: str, hint: str, **fields: Any) -> None:
-        super().__init__(f"{message}\n  hint: {hint}")
-        self.message = message
-        self.hint = hint
-        for name, value in fields.items():
-            setattr(self, name, value)
+class PricingError(EmuError, ValueError):
+    """A trace that cannot be priced on a cluster. Its fields say what of it, where that is known."""
 
 
 class NeverCompletes(PricingError):

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from emu.real.decoding import MOST_LEVELS, decode
 from emu.real.links import Link
 from emu.real.moves import as_bytes, from_bytes, gathered
 from emu.spmd.errors import EmuError
@@ -20,15 +21,20 @@ from emu.spmd.layout import Layout, Only, Partial, Replicate, Shard
 from emu.spmd.rank import Grads
 from emu.spmd.slices import Slices
 
+MOST_BITS = 10_000  # of a whole number: Python itself reads no text of many more digits
 
-def encode(value: Any, tensors: list[Tensor], path: str = "result") -> Any:
+
+def encode(value: Any, tensors: list[Tensor], path: str = "result", level: int = 0) -> Any:
     """The structure of a value as JSON data; its tensors are appended to `tensors`.
 
     Raises:
-        EmuError: a type that cannot be carried; names its place.
+        EmuError: a type that cannot be carried, what is nested deeper than MOST_LEVELS, a whole number of more than
+            MOST_BITS; names its place.
     """
-    if value is None or type(value) in (bool, int, str):
+    if value is None or type(value) in (bool, str) or (type(value) is int and value.bit_length() <= MOST_BITS):
         return value
+    if level > MOST_LEVELS:
+        raise EmuError(f"{path[:60]}... is nested more than {MOST_LEVELS} levels deep", "return a flatter result")
     if type(value) is float:
         return {"float": value.hex()}
     if isinstance(value, Tensor) and value.is_meta:
@@ -37,9 +43,11 @@ def encode(value: Any, tensors: list[Tensor], path: str = "result") -> Any:
         tensors.append(value.detach().to("cpu"))
         return {"tensor": [str(value.dtype).removeprefix("torch."), list(value.shape)]}
     if isinstance(value, Grads):
-        return {"grads": [_items(value, tensors, path), _items(value.layouts, tensors, f"{path}.layouts")]}
+        return {
+            "grads": [_items(value, tensors, path, level), _items(value.layouts, tensors, f"{path}.layouts", level)]
+        }
     if isinstance(value, Layout):
-        return {"layout": _items(value.placements, tensors, path)}
+        return {"layout": _items(value.placements, tensors, path, level)}
     if isinstance(value, Shard):
         return {"shard": value.dim}
     if isinstance(value, Slices):
@@ -51,58 +59,21 @@ def encode(value: Any, tensors: list[Tensor], path: str = "result") -> Any:
     if isinstance(value, Partial):
         return {"partial": value.op}
     if type(value) is list or (isinstance(value, tuple) and not hasattr(value, "_fields")):
-        parts = [encode(v, tensors, f"{path}[{i}]") for i, v in enumerate(value)]
+        parts = [encode(v, tensors, f"{path}[{i}]", level + 1) for i, v in enumerate(value)]
         return {"list" if isinstance(value, list) else "tuple": parts}
     if isinstance(value, dict):
-        return {"dict": _items(value, tensors, path)}
+        return {"dict": _items(value, tensors, path, level)}
     raise EmuError(
         f"{path} is a {type(value).__name__}, which cannot be gathered from other processes",
         "return tensors, numbers, strings, None, emu.grads(...), and lists, tuples and dicts of these",
     )
 
 
-def _items(items: Any, tensors: list[Tensor], path: str) -> list[Any]:
-    return [[encode(k, tensors, f"a key of {path}"), encode(v, tensors, f"{path}[{k!r}]")] for k, v in items.items()]
-
-
-def decode(data: Any, tensors: list[Tensor]) -> Any:
-    """The value that `encode` took apart; takes its tensors from the front of `tensors`."""
-    if not isinstance(data, dict):
-        return data
-    ((kind, inner),) = data.items()
-    match kind:
-        case "float":
-            return float.fromhex(inner)
-        case "tensor":
-            return tensors.pop(0)
-        case "meta":
-            return torch.empty(inner[1], dtype=getattr(torch, inner[0]), device="meta")
-        case "list":
-            return [decode(v, tensors) for v in inner]
-        case "tuple":
-            return tuple(decode(v, tensors) for v in inner)
-        case "dict":
-            return _pairs(inner, tensors)
-        case "grads":
-            values = _pairs(inner[0], tensors)
-            return Grads(values, _pairs(inner[1], tensors))
-        case "layout":
-            return Layout(_pairs(inner, tensors))
-        case "shard":
-            return Shard(inner)
-        case "slices":
-            return Slices(*inner)
-        case "only":
-            return Only(tuple(inner))
-        case "replicate":
-            return Replicate()
-        case "partial":
-            return Partial(inner)
-    raise EmuError(f"a result of unknown kind {kind!r} came from another rank", "run the same emu on every rank")
-
-
-def _pairs(items: list[Any], tensors: list[Tensor]) -> dict[Any, Any]:
-    return {decode(k, tensors): decode(v, tensors) for k, v in items}
+def _items(items: Any, tensors: list[Tensor], path: str, level: int) -> list[Any]:
+    return [
+        [encode(k, tensors, f"a key of {path}", level + 1), encode(v, tensors, f"{path}[{k!r}]", level + 1)]
+        for k, v in items.items()
+    ]
 
 
 def gather(link: Link, value: Any) -> list[Any]:

@@ -55,6 +55,7 @@ LETTERS: dict[str, type] = {
 }
 _LETTER_OF = {kind: letter for letter, kind in LETTERS.items()}
 _MAY_BE_NEGATIVE = frozenset(("root",))  # -1: none
+_MOST = (1 << 63) - 1  # what other programs' numbers hold
 _RECORD_AGAIN = "the file is damaged: copy or record it again"
 
 
@@ -79,21 +80,21 @@ def _is_text(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return type(value) is int  # not bool, which JSON keeps apart
+    return type(value) is int and abs(value) <= _MOST  # not bool, which JSON keeps apart
 
 
 def _is_size(value: Any) -> bool:
-    return type(value) is int and value >= 0
+    return type(value) is int and 0 <= value <= _MOST
 
 
 def _is_sizes(value: Any) -> bool:
-    return type(value) in (list, tuple) and all(type(v) is int and v >= 0 for v in value)
+    return type(value) in (list, tuple) and all(type(v) is int and 0 <= v <= _MOST for v in value)
 
 
 _EXPECTED: dict[Callable[[Any], bool], str] = {
     _is_text: "text",
-    _is_number: "a whole number",
-    _is_size: "a whole number from 0",
+    _is_number: f"a whole number of up to {_MOST}",
+    _is_size: f"a whole number from 0 to {_MOST}",
     _is_sizes: "a list of those",
 }
 
@@ -174,7 +175,15 @@ def loads(data: bytes) -> Trace:
         raise TraceError(problem, f"the file was cut short or joined with another: {_RECORD_AGAIN}", len(lines))
     numbered = enumerate(lines[1:-1], start=2)
     shared: dict[Any, Any] = {}  # equal tuples become one: smaller in memory, and quicker to compare and price
-    events = {rank: [_event(*next(numbered), shared) for _ in range(count)] for rank, count in header["ranks"]}
+    known: dict[str, Event] = {}  # and so do equal lines: a text that says one thing a million times makes one event
+
+    def event(number: int, line: str) -> Event:
+        found = known.get(line)
+        if found is None:
+            found = known[line] = _event(number, line, shared)
+        return found
+
+    events = {rank: [event(*next(numbered)) for _ in range(count)] for rank, count in header["ranks"]}
     return Trace(dict(header["axes"]), events)
 
 

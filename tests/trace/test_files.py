@@ -15,7 +15,7 @@ from emu.trace.files import LETTERS, TraceError, dumps, loads
 from emu.trace.trace import Trace
 
 text = st.text(max_size=6)
-size = st.integers(0, 2**70)
+size = st.integers(0, 2**63 - 1)
 
 
 def of_type(hint):
@@ -127,7 +127,8 @@ def put(place, value):
         (1, put("axes", [["dp", -1]]), "axes in the header must be pairs of axis and size"),
         (1, put("axes", {"dp": 2}), "axes in the header"),
         (1, put("ranks", [[0, 2], [0, 1]]), "name something twice"),
-        (1, put("ranks", [[0, 2], [1, 10**30]]), "the header promises"),
+        (1, put("ranks", [[0, 2], [1, 10**18]]), "the header promises"),
+        (1, put("ranks", [[0, 2], [1, 10**30]]), "ranks in the header must be pairs"),
         (1, put("more", 1), "should not have"),
         (2, put(0, "Z"), "no event starts like"),
         (2, put(0, ["K"]), "no event starts like"),
@@ -135,6 +136,7 @@ def put(place, value):
         (2, put(4, 1.5), "flops of a Kernel is '1.5'; it must be a whole number"),
         (2, put(4, True), "flops of a Kernel is 'True'"),
         (2, put(4, -1), "flops of a Kernel is '-1'"),
+        (2, put(4, 2**63), "it must be a whole number from 0 to 9223372036854775807"),
         (2, put(7, [1, "8"]), "dims of a Kernel"),
         (2, lambda v: v[:-1], "a Kernel has 8 fields, not 7"),
         (2, lambda v: {"K": v}, "no event starts like"),
