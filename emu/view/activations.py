@@ -10,7 +10,7 @@ import numpy as np
 from emu.parallel.pipeline import Schedule, Timed, Times, activations
 from emu.view.bars import sample_ranks
 from emu.view.pipeline_bars import as_timed, held_bytes, pipeline_ranks, run_start_s, timed_run, unit_of
-from emu.view.style import CATEGORY_PAINTS, FAINT_INK, INK, drawing
+from emu.view.style import CATEGORY_PAINTS, FAINT_INK, INK, drawing, new_figure
 from emu.view.units import byte_unit, bytes_text, time_unit
 
 if TYPE_CHECKING:
@@ -101,13 +101,12 @@ def _measured(run: Any, timeline: Timeline | None) -> tuple[list[_Line], float, 
 
 
 def _figure(lines: Sequence[_Line], end: float, name: str, unit: _Unit, width: float) -> Figure:
-    from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
     shown = sample_ranks(range(len(lines)))
     top = max((float(line.held.max(initial=0.0)) for line in lines), default=0.0)
     with drawing():
-        figure = Figure(figsize=(width, PANEL_INCHES * max(len(shown), 2) + 0.9), layout="constrained")
+        figure = new_figure(width, PANEL_INCHES * max(len(shown), 2) + 0.9)
         panels = figure.subplots(max(len(shown), 1), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
         for axes, place in zip(panels, shown):
             line = _thinned(lines[place])

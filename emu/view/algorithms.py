@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from emu.cost.collectives import Placement, choose
 from emu.cost.errors import PricingError
 from emu.spmd import EmuError
-from emu.view.style import CURVE_COLOURS, CURVE_MARKERS, drawing
+from emu.view.style import CURVE_COLOURS, CURVE_MARKERS, drawing, new_figure
 from emu.view.units import bytes_text, rate_text, time_text
 
 if TYPE_CHECKING:
@@ -46,14 +46,12 @@ def algorithms_figure(
     Raises:
         EmuError: no sizes; PricingError: no such kind, or none of the algorithms is possible.
     """
-    from matplotlib.figure import Figure
-
     if not sizes or min(sizes) < 1:
         raise EmuError(f"sizes {list(sizes)} are no messages", "give numbers of bytes, from 1 on")
     curves = {name: times for name in algorithms if (times := _times(kind, placement, cluster, name, sizes))}
     taken = [choose(kind, size, placement, cluster) for size in sizes]
     with drawing():
-        figure = Figure(figsize=(width, 0.42 * width), layout="constrained")
+        figure = new_figure(width, 0.42 * width)
         left, right = figure.subplots(1, 2)
         for axes, of in ((left, lambda t, size: t), (right, lambda t, size: size / t)):
             values = [of(choice.seconds, size) for choice, size in zip(taken, sizes)]

@@ -10,7 +10,7 @@ import numpy as np
 from emu.parallel.context.cut import Cut
 from emu.view.context_work import check_cuts, imbalance, measured, name_of, percent, planned
 from emu.view.mesh import COORDINATES
-from emu.view.style import INK, drawing, ink_on
+from emu.view.style import INK, drawing, ink_on, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -41,8 +41,6 @@ def attended_work_figure(
     Raises:
         ValueError: no cuts, or nothing in the run is attention across ranks.
     """
-    from matplotlib.figure import Figure
-
     some: list[Any] = list(cuts) if isinstance(cuts, (list, tuple)) else [cuts]
     check_cuts(some)
     panels = [(name_of(cut), percent(planned(cut))) for cut in some]
@@ -56,10 +54,7 @@ def attended_work_figure(
     lines = [list(range(len(panels)))] if len(panels) <= 3 else _in_lines(len(panels))
     need = [sum(columns[i] + BARS_INCHES + 1.2 for i in line) for line in lines]
     with drawing():
-        figure = Figure(
-            figsize=(width or max(*need, 5.0), len(lines) * (0.3 * min(max(many, 3), 16) + 1.25) + 0.5),
-            layout="constrained",
-        )
+        figure = new_figure(width or max(*need, 5.0), len(lines) * (0.3 * min(max(many, 3), 16) + 1.25) + 0.5)
         subs = figure.subfigures(len(lines), 1, squeeze=False)[:, 0]
         for line, sub, inches in zip(lines, subs, need):
             rest = max(max(need) - inches, 1e-3)  # so that a panel is as wide in a short line as in a long one

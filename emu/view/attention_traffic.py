@@ -13,7 +13,7 @@ from emu.hardware import Chip
 from emu.parallel.attention.tiles import Shape, tiles_for
 from emu.parallel.attention.traffic import backward_traffic, forward_traffic, plain_traffic
 from emu.spmd import EmuError
-from emu.view.style import CURVE_COLOURS, FAINT_INK, INK, drawing
+from emu.view.style import CURVE_COLOURS, FAINT_INK, INK, drawing, new_figure
 from emu.view.units import byte_unit, bytes_text
 
 if TYPE_CHECKING:
@@ -56,8 +56,6 @@ def attention_traffic_figure(
     Raises:
         EmuError: no lengths, or a chip whose shared memory is not known.
     """
-    from matplotlib.figure import Figure
-
     if not lengths or min(lengths) < 1:
         raise EmuError(f"lengths {list(lengths)} are no sequences", "give numbers of tokens, from 1 on")
     if chip.sm_bytes is None:
@@ -69,7 +67,7 @@ def attention_traffic_figure(
     at = at or lengths[len(lengths) // 2]
     shape = Shape(1, heads, kv_heads, at, at, head_dim, element_bytes, max(4, element_bytes))
     with drawing():
-        figure = Figure(figsize=(width, 4.4), layout="constrained")
+        figure = new_figure(width, 4.4)
         left, right = figure.subplots(1, 2)
         _by_length(left, shape, lengths, chip)
         _by_memory(right, shape, chip)

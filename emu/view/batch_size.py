@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from emu.parallel.noise import Tradeoff, fit_tradeoff
-from emu.view.style import CURVE_COLOURS, FAINT_INK, INK, drawing
+from emu.view.style import CURVE_COLOURS, FAINT_INK, INK, drawing, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -40,13 +40,11 @@ def batch_size_figure(
     Raises:
         EmuError: measurements to which no trade-off can be fitted.
     """
-    from matplotlib.figure import Figure
-
     batches = np.array(sorted(steps), dtype=float)
     taken = np.array([steps[b] for b in sorted(steps)], dtype=float)
     curve = fit_tradeoff(batches.tolist(), taken.tolist())
     with drawing():
-        figure = Figure(figsize=(width, 4.3), layout="constrained")
+        figure = new_figure(width, 4.3)
         left, right = figure.subplots(1, 2)
         for axes, values, fitted, about in (
             (left, taken, curve.steps, "time: optimizer steps to the goal"),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from emu.parallel.checkpointing import Policy
-from emu.view.style import CURVE_COLOURS, CURVE_MARKERS, FAINT_INK, INK, drawing
+from emu.view.style import CURVE_COLOURS, CURVE_MARKERS, FAINT_INK, INK, drawing, new_figure
 from emu.view.units import byte_unit
 
 if TYPE_CHECKING:
@@ -62,7 +62,6 @@ def frontier_figure(
         width: of the figure in inches.
         title: above the picture; None: says how many layers.
     """
-    from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
 
     made = [p if isinstance(p, Policy) else Policy.named(p, layers) for p in policies]
@@ -75,7 +74,7 @@ def frontier_figure(
     everything = [*points.values(), *(cost for line in lines.values() for cost in line.values())]
     unit, unit_bytes = byte_unit(max(cost.memory for cost in everything))
     with drawing():
-        figure = Figure(figsize=(width, 5.0), layout="constrained")
+        figure = new_figure(width, 5.0)
         axes = figure.subplots()
         axes.set_xscale("log", base=2)
         axes.set_yscale("log", base=2)
@@ -191,7 +190,6 @@ def checkpointing_growth_figure(
         width: of the figure in inches.
         title: above the pictures.
     """
-    from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, NullLocator
 
     ordered = sorted(layers)
@@ -199,7 +197,7 @@ def checkpointing_growth_figure(
     memory = {name: [p.peak_bytes(input_bytes, layer_bytes) for p in some] for name, some in made.items()}
     unit, unit_bytes = byte_unit(max(map(max, memory.values())))
     with drawing():
-        figure = Figure(figsize=(width, 4.6), layout="constrained")
+        figure = new_figure(width, 4.6)
         left, right = figure.subplots(1, 2)
         drawn: dict[str, tuple[list[float], list[float]]] = {
             name: ([m / unit_bytes for m in memory[name]], [float(p.recomputed) for p in some])

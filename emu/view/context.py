@@ -12,7 +12,7 @@ from emu.parallel.context.cut import Cut
 from emu.view.bars import sample_ranks
 from emu.view.context_work import Share, check_cuts, imbalance, name_of, percent, planned, ring_of
 from emu.view.mesh import COORDINATES
-from emu.view.style import FAINT_INK, INK, Paint, drawing, ink_on
+from emu.view.style import FAINT_INK, INK, Paint, drawing, ink_on, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -49,8 +49,6 @@ def ring_figure(cut: Cut, row: int = 0, width: float = 10.0, title: str | None =
     Raises:
         ValueError: no cut, or no such row.
     """
-    from matplotlib.figure import Figure
-
     check_cuts([cut])
     rows = 1 if cut.documents is None else len(cut.documents)
     if not rows:
@@ -66,7 +64,7 @@ def ring_figure(cut: Cut, row: int = 0, width: float = 10.0, title: str | None =
     side = min(width / (columns + 0.4), MOST_SIDE)
     with drawing():
         lines = 1 if along else len(places) + 1
-        figure = Figure(figsize=(max(side * (columns + 0.4), 6.8), (side + 0.26) * lines + 1.0), layout="constrained")
+        figure = new_figure(max(side * (columns + 0.4), 6.8), (side + 0.26) * lines + 1.0)
         if along:
             grid = figure.subplots(1, len(places) + 1, squeeze=False)[0]
             first, panels = grid[:1], {(place, 0): axes for place, axes in zip(places, grid[1:])}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from emu.hardware import chip as chip_of
 from emu.hardware import chip_names
 from emu.spmd import EmuError
-from emu.view.style import FAINT_INK, INK, drawing
+from emu.view.style import FAINT_INK, INK, drawing, new_figure
 from emu.view.units import rate_text
 
 if TYPE_CHECKING:
@@ -60,15 +60,13 @@ def flops_decade_figure(
     Raises:
         EmuError: no chip with a year.
     """
-    from matplotlib.figure import Figure
-
     chips = {name: chip_of(name) for name in chip_names()} if chips is None else chips
     dated = {label: chip for label, chip in chips.items() if chip.year is not None}
     if not dated:
         raise EmuError("there is no chip with a year to draw", "give year in the chip's TOML file, or no chips for all")
     columns = _columns(dated)
     with drawing():
-        figure = Figure(figsize=(width, 0.56 * width), layout="constrained")
+        figure = new_figure(width, 0.56 * width)
         axes = figure.subplots()
         for label, x in columns.items():
             _draw_chip(axes, label, dated[label], x)

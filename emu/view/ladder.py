@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from emu.spmd import EmuError
-from emu.view.style import CURVE_COLOURS, FAINT_INK, INK, drawing
+from emu.view.style import CURVE_COLOURS, FAINT_INK, INK, drawing, new_figure
 from emu.view.units import bytes_text, rate_text
 
 if TYPE_CHECKING:
@@ -40,14 +40,12 @@ def ladder_figure(summary: Any, width: float = 9.5, title: str | None = None) ->
     Raises:
         EmuError: no level is known.
     """
-    from matplotlib.figure import Figure
-
     levels = sorted(summary.levels, key=lambda level: ORDER.index(level.name))
     if not levels:
         raise EmuError("there is no level to draw", "give what cluster.summary() gives")
     n = summary.n_devices
     with drawing():
-        figure = Figure(figsize=(width, 0.36 * len(levels) + 1.3), layout="constrained")
+        figure = new_figure(width, 0.36 * len(levels) + 1.3)
         left, right = figure.subplots(1, 2, sharey=True)
         names = [NAMES[level.name] for level in levels]
         held = [None if level.memory_bytes is None else level.memory_bytes / n for level in levels]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from emu.view.style import CURVE_COLOURS, CURVE_MARKERS, FAINT_INK, drawing
+from emu.view.style import CURVE_COLOURS, CURVE_MARKERS, FAINT_INK, drawing, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,14 +27,12 @@ def loss_figure(losses: Mapping[str, Sequence[float]], width: float = 8.0, title
     Raises:
         ValueError: no curve at all.
     """
-    from matplotlib.figure import Figure
-
     if not losses:
         raise ValueError('there is no loss to draw; give {"1 device": [...], "8 devices": [...]}')
     curves = {name: np.asarray(values, dtype=float).reshape(-1) for name, values in losses.items()}
     (first, reference), *others = curves.items()
     with drawing():
-        figure = Figure(figsize=(width, 4.4 if others else 3.0), layout="constrained")
+        figure = new_figure(width, 4.4 if others else 3.0)
         panels = figure.subplots(
             2 if others else 1, 1, sharex=True, squeeze=False, height_ratios=[2, 1][: 1 + bool(others)]
         )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from emu.view.style import CATEGORY_PAINTS, FAINT_INK, INK, OTHER_CATEGORY, drawing
+from emu.view.style import CATEGORY_PAINTS, FAINT_INK, INK, OTHER_CATEGORY, drawing, new_figure
 from emu.view.units import byte_unit, bytes_text, percent_text, time_unit
 
 if TYPE_CHECKING:
@@ -45,7 +45,6 @@ def memory_figure(
     Raises:
         ValueError: a rank that the trace does not have, or more than 8 ranks.
     """
-    from matplotlib.figure import Figure
     from matplotlib.ticker import StrMethodFormatter
 
     have = list(memory.trace.events)
@@ -60,7 +59,7 @@ def memory_figure(
         raise ValueError(f"{len(ranks)} ranks are too many for one picture; name at most {MOST_PANELS}")
     capacity = memory.capacity_bytes
     with drawing():
-        figure = Figure(figsize=(width, 1.0 + (3.2 if len(ranks) < 2 else 1.9 * len(ranks))), layout="constrained")
+        figure = new_figure(width, 1.0 + (3.2 if len(ranks) < 2 else 1.9 * len(ranks)))
         panels = figure.subplots(max(len(ranks), 1), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
         series = {r: stacked_steps(memory, r, only=only) for r in ranks}
         top = max((sizes.sum(axis=0).max() for _, sizes, _ in series.values() if sizes.size), default=0.0)

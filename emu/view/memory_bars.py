@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from emu.view.memory import STACK, category_legend
-from emu.view.style import CATEGORY_PAINTS, OTHER_CATEGORY, drawing
+from emu.view.style import CATEGORY_PAINTS, OTHER_CATEGORY, drawing, new_figure
 from emu.view.units import byte_unit, bytes_text
 
 if TYPE_CHECKING:
@@ -23,8 +23,6 @@ def memory_bars_figure(held: Mapping[str, Mapping[str, int]], title: str = "", w
     Raises:
         ValueError: no run.
     """
-    from matplotlib.figure import Figure
-
     if not held:
         raise ValueError("there is nothing to draw: give at least one run")
     order = [*STACK, *dict.fromkeys(name for sizes in held.values() for name in sizes if name not in STACK)]
@@ -32,7 +30,7 @@ def memory_bars_figure(held: Mapping[str, Mapping[str, int]], title: str = "", w
     top = max(sum(sizes.values()) for sizes in held.values())
     unit, unit_bytes = byte_unit(top)
     with drawing():
-        figure = Figure(figsize=(width, 4.2), layout="constrained")
+        figure = new_figure(width, 4.2)
         axes = figure.subplots()
         for i, sizes in enumerate(held.values()):
             below = 0.0

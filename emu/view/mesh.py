@@ -7,7 +7,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from emu.view.bars import sample_ranks
-from emu.view.style import FAINT_INK, INK, drawing, ink_on
+from emu.view.style import FAINT_INK, INK, drawing, ink_on, new_figure
 from emu.view.units import rate_text
 
 if TYPE_CHECKING:
@@ -90,8 +90,6 @@ def mesh_figure(mesh: Mesh, cluster: Any = None, width: float = 11.0) -> Figure:
         cluster: what it lies on; None takes the mesh's own, and without one draws a single node.
         width: of the figure in inches.
     """
-    from matplotlib.figure import Figure
-
     cluster = cluster if cluster is not None else mesh.on
     places, axes_shown = mesh_places(mesh, cluster), _axes(mesh)
     nodes = sorted({place.node for place in places})
@@ -102,7 +100,7 @@ def mesh_figure(mesh: Mesh, cluster: Any = None, width: float = 11.0) -> Figure:
     panels = max(len(axes_shown), 1)
     with drawing():
         height = panels * (len(shown) * (lines + 0.35) * 0.45 + 0.45) + 0.5
-        figure = Figure(figsize=(width, height), layout="constrained")
+        figure = new_figure(width, height)
         for axes, axis in zip(figure.subplots(panels, 1, squeeze=False)[:, 0], axes_shown or [""], strict=True):
             for line, node in enumerate(shown):
                 own = [place for place in places if place.node == node]

@@ -19,7 +19,7 @@ from emu.view.pipeline_bars import (
     timed_run,
     unit_of,
 )
-from emu.view.style import FAINT_INK, INK, drawing, ink_on
+from emu.view.style import FAINT_INK, INK, drawing, ink_on, new_figure
 from emu.view.units import percent_text, time_text, time_unit
 
 if TYPE_CHECKING:
@@ -152,13 +152,11 @@ def heading(panel: _Panel) -> str:
 
 
 def _figure(panels: Sequence[_Panel], width: float) -> Figure:
-    from matplotlib.figure import Figure
-
     with drawing():
         rows = sum(max(len(panel.timed.rows), 1) for panel in panels)
         row_inches = 0.3 if rows <= 10 else 0.22
         heights = [max(len(panel.timed.rows), 1) * row_inches + 0.1 for panel in panels]
-        figure = Figure(figsize=(width, sum(heights) + 0.62 * len(panels) + 0.6), layout="constrained")
+        figure = new_figure(width, sum(heights) + 0.62 * len(panels) + 0.6)
         many = figure.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
         end = max(panel.timed.makespan / panel.unit for panel in panels) or 1.0
         seen: dict[str, int] = {}

@@ -9,7 +9,7 @@ import numpy as np
 
 from emu.hardware import Chip
 from emu.spmd import EmuError
-from emu.view.style import CURVE_COLOURS, CURVE_MARKERS, FAINT_INK, INK, drawing
+from emu.view.style import CURVE_COLOURS, CURVE_MARKERS, FAINT_INK, INK, drawing, new_figure
 from emu.view.units import rate_text
 
 if TYPE_CHECKING:
@@ -63,15 +63,13 @@ def roofline_figure(
     Raises:
         EmuError: there is no kernel, or one that computes, moves or takes nothing; HardwareError: no rate for the dtype.
     """
-    from matplotlib.figure import Figure
-
     works = [work for kernels in series.values() for work in kernels]
     if not works or min(min(work[1:]) for work in works) <= 0:
         raise EmuError("there is no kernel to draw", "give kernels that compute, move and take something")
     found = [work.intensity for work in works]
     low, high = min([*found, ridge(chip, dtype) / 20]) / 1.5, max([*found, ridge(chip, dtype) * 6]) * 1.5
     with drawing():
-        figure = Figure(figsize=(width, 0.56 * width), layout="constrained")
+        figure = new_figure(width, 0.56 * width)
         axes = figure.subplots()
         _roofs(axes, chip, dtype, np.geomspace(low, high, 400))
         for i, (name, kernels) in enumerate(series.items()):

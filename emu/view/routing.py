@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from emu.view.mesh import COORDINATES
-from emu.view.style import FAINT_INK, INK, drawing, ink_on
+from emu.view.style import FAINT_INK, INK, drawing, ink_on, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -40,8 +40,6 @@ def routing_figure(
     Raises:
         ValueError: no matrix, or one with negative counts.
     """
-    from matplotlib.figure import Figure
-
     sent = np.asarray(getattr(routing, "sent", routing), dtype=float)
     if sent.ndim != 2 or not sent.size or not np.isfinite(sent).all() or (sent < 0).any():
         raise ValueError(
@@ -50,7 +48,7 @@ def routing_figure(
         )
     senders, receivers = sent.shape
     with drawing():
-        figure = Figure(figsize=(width, width * (0.35 + 0.75 * senders / receivers)), layout="constrained")
+        figure = new_figure(width, width * (0.35 + 0.75 * senders / receivers))
         above, below = figure.subplots(2, 1, sharex=True, height_ratios=[3 * senders / receivers, 1])
         _draw_matrix(above, sent)
         _draw_loads(below, sent.sum(0))

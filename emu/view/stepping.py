@@ -13,7 +13,7 @@ import numpy as np
 
 from emu.view.bars import Row, sample_ranks, timeline_rows
 from emu.view.memory import STACK, category_legend
-from emu.view.style import CATEGORY_PAINTS, FAINT_INK, INK, OTHER_CATEGORY, drawing
+from emu.view.style import CATEGORY_PAINTS, FAINT_INK, INK, OTHER_CATEGORY, drawing, new_figure
 from emu.view.timeline import COLUMNS, bars_legend, draw_bars, label_rows, places_of
 from emu.view.units import byte_unit, bytes_text, time_text, time_unit
 
@@ -36,15 +36,13 @@ def stepping_figure(state: Mapping[str, Any], timeline: Timeline | None, width: 
         timeline: the record so far, priced (`Moment.timeline()`); None where it cannot be.
         width: of the figure in inches.
     """
-    from matplotlib.figure import Figure
-
     ranks = _shown(state)
     window = _window(timeline, ranks)
     rows = _rows(timeline, ranks, window)
     with drawing():
         places = places_of(rows)
         height = (max(places) + 1 if places else 1) * ROW_INCHES
-        figure = Figure(figsize=(width, max(height, 1.2) + 1.7), layout="constrained")
+        figure = new_figure(width, max(height, 1.2) + 1.7)
         left, right = figure.subplots(1, 2, sharey=True, width_ratios=(2.2, 1.0))
         unit, unit_s = time_unit(window[1])
         looks = draw_bars(left, rows, places, unit_s)

@@ -7,10 +7,13 @@ black and white and by readers who are colour-blind. Compute is plain, communica
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from io import BytesIO
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from emu.view.labels import finish
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -32,6 +35,7 @@ CATEGORY_PAINTS = {
     "temporary": Paint("#b8b8b8", ""),
 }
 OTHER_CATEGORY = Paint("#f2f2f2", "....")
+OTHER_HATCHES = ("....", "xx", "--", "\\\\", "||", "oo")
 
 PHASE_COLOURS = {
     "forward": "#8cc5ea",
@@ -49,8 +53,8 @@ COMMUNICATION_PAINTS = {
     "all_to_all": Paint("#c77fd6", "++++"),
     "broadcast": Paint("#e6d36f", "----"),
     "reduce": Paint("#b0455a", "||||"),
-    "gather": Paint("#d9a58c", "//"),
-    "scatter": Paint("#8f7a52", "\\\\"),
+    "gather": Paint("#d9a58c", "//--"),
+    "scatter": Paint("#8f7a52", "\\\\||"),
     "send": Paint("#6fc2a8", "...."),
     "recv": Paint("#a9dccb", "...."),
     "ring_shift": Paint("#7f9fd6", "||"),
@@ -63,6 +67,8 @@ OTHER_COMMUNICATION = Paint("#e0a0a0", "//")
 # Marker and line of a loss curve each; the first is the reference, drawn as a thick pale line under the others.
 CURVE_COLOURS = ("#9db7d9", "#c0392b", "#1b8a5a", "#7d3c98", "#e07b28", "#5a5a5a")
 CURVE_MARKERS = ("", "o", "s", "^", "D", "v")
+# Every curve has a look of its own, and neighbours differ in both: red and green circles look alike to many.
+CURVE_LOOKS = [(CURVE_COLOURS[1 + i % 5], CURVE_MARKERS[1 + (i + i // 5) % 5]) for i in range(25)]
 
 INK = "#222222"
 FAINT_INK = "#6b6b6b"
@@ -94,15 +100,50 @@ _SETTINGS: Any = {
 }
 
 
+_drawn: ContextVar[list[Figure] | None] = ContextVar("figures that are being drawn", default=None)
+
+
 @contextmanager
 def drawing() -> Iterator[None]:
-    """Draws with emu's settings whatever the notebook has set, and leaves matplotlib's global settings as they were."""
+    """Draws with emu's settings whatever the notebook has set, and leaves matplotlib's global settings as they were.
+
+    Figures that `new_figure` makes meanwhile are finished in the end: any text in them can be drawn, and long titles have
+    several lines.
+    """
     import matplotlib
 
-    with matplotlib.rc_context():
-        matplotlib.rcdefaults()
-        matplotlib.rcParams.update(_SETTINGS)
-        yield
+    figures: list[Figure] = []
+    token = _drawn.set(figures)
+    try:
+        with matplotlib.rc_context():
+            matplotlib.rcdefaults()
+            matplotlib.rcParams.update(_SETTINGS)
+            yield
+            for figure in figures:
+                finish(figure)
+    finally:
+        _drawn.reset(token)
+
+
+def new_figure(width: float, height: float, layout: Any = "constrained") -> Figure:
+    """An empty figure of this size in inches, to be drawn inside of `drawing()`."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout=layout)
+    if (figures := _drawn.get()) is not None:
+        figures.append(figure)
+    return figure
+
+
+def category_paints(names: Iterable[str]) -> dict[str, Paint]:
+    """How categories of memory are painted that stand in one picture; those that are not known differ in their hatches."""
+    others = iter(OTHER_HATCHES * 1000)
+    return {name: CATEGORY_PAINTS.get(name) or OTHER_CATEGORY._replace(hatch=next(others)) for name in names}
+
+
+def hatch_ink(colour: str) -> str:
+    """What lines of a hatch are drawn with, to be seen on this colour."""
+    return "#ffffff" if luminance(colour) < 90 else FAINT_INK
 
 
 def communication_paint(kind: str) -> Paint:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from emu.view.bars import COMMUNICATION, COMPUTE, WAITING, Look, Row, busiest_share, sample_ranks, timeline_rows
-from emu.view.style import FAINT_INK, INK, PHASE_COLOURS, Paint, communication_paint, drawing
+from emu.view.style import FAINT_INK, INK, PHASE_COLOURS, Paint, communication_paint, drawing, new_figure
 from emu.view.units import time_text, time_unit
 
 if TYPE_CHECKING:
@@ -51,8 +51,6 @@ def timeline_figure(
     Raises:
         ValueError: a rank that the trace does not have, or a window that ends before it begins.
     """
-    from matplotlib.figure import Figure
-
     have = list(timeline.trace.events)
     missing = [rank for rank in ranks or () if rank not in timeline.trace.events]
     if missing:
@@ -65,7 +63,7 @@ def timeline_figure(
     with drawing():
         places = places_of(rows)
         height = (max(places) + 1 if places else 1) * (0.24 if len(rows) <= 16 else 0.17)
-        figure = Figure(figsize=(width, height + 1.55), layout="constrained")
+        figure = new_figure(width, height + 1.55)
         axes = figure.add_subplot()
         unit, unit_s = time_unit(end_s)  # absolute time, so that a window finds itself in the whole picture
         looks = draw_bars(axes, rows, places, unit_s)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING
 
-from emu.view.style import CURVE_COLOURS, CURVE_MARKERS, FAINT_INK, drawing
+from emu.view.style import CURVE_COLOURS, CURVE_MARKERS, FAINT_INK, drawing, new_figure
 from emu.view.units import TIME_UNITS
 
 if TYPE_CHECKING:
@@ -54,8 +54,6 @@ def validated_figure(points: Iterable[Point], title: str = TITLE) -> Figure:
     Raises:
         ValueError: there is no point.
     """
-    from matplotlib.figure import Figure
-
     points = list(points)
     if not points:
         raise ValueError("there is no run to draw")
@@ -65,7 +63,7 @@ def validated_figure(points: Iterable[Point], title: str = TITLE) -> Figure:
     groups = sorted(by_source.items(), key=lambda item: -len(item[1]))
     sizes = [abs(point.error) for point in points]
     with drawing():
-        figure = Figure(figsize=(11.5, 8.2), layout="constrained")
+        figure = new_figure(11.5, 8.2)
         panels = figure.subplot_mosaic([["times", "errors"], ["times", "spread"]], width_ratios=(1.15, 1))
         _times(panels["times"], groups, points)
         _errors(panels["errors"], groups)

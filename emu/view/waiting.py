@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from emu.spmd import EmuError
 from emu.spmd.waits import Wait, WaitGraph, grouped_lines, ranks_words
-from emu.view.style import FAINT_INK, INK, drawing
+from emu.view.style import FAINT_INK, INK, drawing, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -81,8 +81,6 @@ def waiting_figure(error: Any, width: float = 11.0) -> Figure:
     Raises:
         EmuError: something that has no such graph.
     """
-    from matplotlib.figure import Figure
-
     graph = graph_of(error)
     nodes = nodes_of(graph)
     listed = [] if len(nodes) <= LABELLED else grouped_lines(graph)
@@ -94,7 +92,7 @@ def waiting_figure(error: Any, width: float = 11.0) -> Figure:
     top, below = 0.45 + 0.2 * len(said), 0.2 + 0.19 * len(listed)
     height = side + top + below
     with drawing():
-        figure = Figure(figsize=(width, height))
+        figure = new_figure(width, height, layout=None)
         axes = figure.add_axes((0, below / height, 1, side / height))
         half = half if len(nodes) > 2 else 0.55
         axes.set_xlim(-half * width / side, half * width / side)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from emu.hardware import Topology
 from emu.spmd import EmuError
-from emu.view.style import CURVE_COLOURS, FAINT_INK, INK, drawing
+from emu.view.style import CURVE_COLOURS, FAINT_INK, INK, drawing, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -33,8 +33,6 @@ def wiring_figure(topologies: Mapping[str, Topology], columns: int = 3, width: f
     Raises:
         EmuError: no topology, or one too large to be drawn.
     """
-    from matplotlib.figure import Figure
-
     large = [name for name, topology in topologies.items() if topology.n_devices > MOST_DEVICES]
     if large or not topologies:
         raise EmuError(
@@ -43,7 +41,7 @@ def wiring_figure(topologies: Mapping[str, Topology], columns: int = 3, width: f
         )
     rows = ceil(len(topologies) / columns)
     with drawing():
-        figure = Figure(figsize=(width, width / columns * 0.95 * rows), layout="constrained")
+        figure = new_figure(width, width / columns * 0.95 * rows)
         panels = figure.subplots(rows, columns, squeeze=False).flat
         for axes, (name, topology) in zip(panels, topologies.items()):
             _draw(axes, topology)
