@@ -18,24 +18,19 @@ export class Bars {
     this.first = new Int32Array(rows.length + 1);
     for (let i = 0; i < n; i++) this.first[columns.row[i] + 1] += 1;
     for (let r = 0; r < rows.length; r++) this.first[r + 1] += this.first[r];
-    const order = new Int32Array(n);
-    const next = this.first.slice();
-    for (let i = 0; i < n; i++) order[next[columns.row[i]]++] = i;
-    for (let r = 0; r < rows.length; r++) sortByStart(order.subarray(this.first[r], this.first[r + 1]), columns.start);
-    const ordered = (column) => column && Float64Array.from(order, (i) => column[i]);
-    this.start = ordered(columns.start);
-    this.moves = ordered(columns.moves);
-    this.end = ordered(columns.end);
-    this.alone = ordered(columns.alone);
-    this.paint = Int32Array.from(order, (i) => columns.paint[i]);
-    this.label = Int32Array.from(order, (i) => columns.label[i]);
-    this.step = Int32Array.from(order, (i) => columns.step[i]);
+    const order = orderOf(columns, n, this.first);
+    for (const name of ["start", "moves", "end", "alone", "paint", "label", "step"]) this[name] = ordered(columns[name], order, n);
     // The furthest end, and the latest step, up to each bar: both ascend, whatever the bars do.
     this.reach = running(this.end, this.first);
     this.issue = running(this.step, this.first);
-    this.longest = this.reach.reduce((most, end) => Math.max(most, end), 0);
-    this.used = new Set(this.paint);
-    this.waits = this.moves.some((at, i) => at > this.start[i]);
+    this.longest = 0;
+    for (let r = 0; r < rows.length; r++) if (this.first[r + 1] > this.first[r]) this.longest = Math.max(this.longest, this.reach[this.first[r + 1] - 1]);
+    this.used = new Set();
+    this.waits = false;
+    for (let i = 0; i < n; i++) {
+      if (i === 0 || this.paint[i] !== this.paint[i - 1]) this.used.add(this.paint[i]);
+      if (this.moves[i] > this.start[i]) this.waits = true;
+    }
   }
 
   /** The bars of a row that reach into a window: [from, to). */
@@ -68,13 +63,23 @@ export class Bars {
   }
 }
 
-function sortByStart(order, start) {
-  for (let i = 1; i < order.length; i++) {
-    if (start[order[i - 1]] > start[order[i]]) {
-      order.sort((a, b) => start[a] - start[b] || a - b);
-      return;
-    }
-  }
+/** Bars by row, then by start; null where they are so already, as Python writes them. */
+function orderOf({ row, start }, n, first) {
+  let sorted = true;
+  for (let i = 1; i < n && sorted; i++) sorted = row[i] > row[i - 1] || (row[i] === row[i - 1] && start[i] >= start[i - 1]);
+  if (sorted) return null;
+  const order = new Int32Array(n);
+  const next = first.slice();
+  for (let i = 0; i < n; i++) order[next[row[i]]++] = i;
+  for (let r = 0; r + 1 < first.length; r++) order.subarray(first[r], first[r + 1]).sort((a, b) => start[a] - start[b] || a - b);
+  return order;
+}
+
+function ordered(column, order, n) {
+  if (!column || !order) return column && column.subarray(0, n);
+  const found = new column.constructor(n);
+  for (let i = 0; i < n; i++) found[i] = column[order[i]];
+  return found;
 }
 
 function running(values, first) {

@@ -28,24 +28,24 @@ export class Controls {
     this.app = app;
     const { about } = app.recording;
     const mesh = Object.entries(about.mesh).map(([axis, size]) => `${axis} ${size}`).join(", ");
-    this.heading = make("h2", {}, about.title || "stepper");
+    this.heading = make("h2", { hidden: app.source.titled }, about.title || "stepper");
     this.about = make("span", { class: "note" });
     this.mesh = mesh;
     this.where = make("span", { class: "where" });
-    this.what = make("span");
+    this.what = make("span", { class: "what" });
     this.busy = make("span", { class: "busy" });
     this.status = make("p", { class: "status", "aria-live": "polite", "aria-atomic": "true" }, this.where, " ", this.what, " ", this.busy);
     this.alert = make("div", { class: "alert", role: "alert", hidden: true });
-    this.slider = make("input", { type: "range", min: "0", step: "1", "aria-label": "step", oninput: () => app.goto(this.slider.valueAsNumber) });
+    this.slider = make("input", { type: "range", min: "0", step: "1", "aria-label": "step", oninput: () => app.travel.goto(this.slider.valueAsNumber) });
     this.number = make("input", { type: "number", min: "0", step: "1", "aria-label": "go to step", title: "go to step: g" });
     this.until = make("input", { type: "text", size: "18", placeholder: "all_reduce, backward, blocks.0…", "aria-label": "go on until",
       title: "an op, a kind of collective, group.kind, a name, a module, a phase, a mark, rank 2; * for any letters: u" });
     this.number.addEventListener("change", () => this._jump());
     this.number.addEventListener("keydown", (event) => event.key === "Enter" && this._jump());
-    this.until.addEventListener("keydown", (event) => event.key === "Enter" && app.until(this.until.value.trim()));
+    this.until.addEventListener("keydown", (event) => event.key === "Enter" && app.travel.until(this.until.value.trim()));
     this.help = make("div", { class: "help", hidden: true, role: "dialog", "aria-label": "keys" }, helpTable());
-    this.first = [button(app, "first", "⏮", "to the beginning", "Home"), button(app, "back10", "−10", "ten steps back", "Shift ←"), button(app, "back", "◀ back", "one step back", "← or b")];
-    this.on = [button(app, "next", "next ▶", "one step on", "→ or n"), button(app, "next10", "+10", "ten steps on", "Shift →"), button(app, "end", "⏭", "to the end", "End")];
+    this.first = [button(app, "first", "|◀", "to the beginning", "Home"), button(app, "back10", "−10", "ten steps back", "Shift ←"), button(app, "back", "◀ back", "one step back", "← or b")];
+    this.on = [button(app, "next", "next ▶", "one step on", "→ or n"), button(app, "next10", "+10", "ten steps on", "Shift →"), button(app, "end", "▶|", "to the end", "End")];
     const group = (label, ...parts) => make("div", { class: "group", role: "group", "aria-label": label }, ...parts);
     this.root = make("div", {},
       make("div", { class: "row" }, this.heading, this.about),
@@ -54,9 +54,9 @@ export class Controls {
       make("div", { class: "row controls", role: "toolbar", "aria-label": "steps" },
         group("back", ...this.first),
         group("on", ...this.on),
-        group("until", this.until, make("button", { type: "button", onclick: () => app.until(this.until.value.trim()) }, "until")),
+        group("until", this.until, make("button", { type: "button", onclick: () => app.travel.until(this.until.value.trim()) }, "until")),
         group("zoom", button(app, "zoomIn", "+", "zoom in", "+"), button(app, "zoomOut", "−", "zoom out", "−"), button(app, "zoomAll", "all", "show all of the timeline", "0")),
-        button(app, "help", "?", "keys", "?"),
+        button(app, "help", "? keys", "what keys do", "?"),
       ),
       make("div", { class: "slider" }, this.slider, this.number),
       this.help,
@@ -65,7 +65,7 @@ export class Controls {
 
   _jump() {
     const index = this.number.valueAsNumber;
-    if (Number.isFinite(index) && index !== this.app.index) this.app.goto(Math.max(Math.trunc(index), 0));
+    if (Number.isFinite(index) && index !== this.app.index) this.app.travel.goto(Math.max(Math.trunc(index), 0));
   }
 
   /** Says what is wrong and what to do; null takes it away. */
@@ -80,7 +80,7 @@ export class Controls {
     const [where, what] = sentence(recording, state);
     write(this.where, where);
     write(this.what, what);
-    write(this.busy, this.app.busy ? "Running …" : "");
+    write(this.busy, this.app.travel.busy ? "Running …" : "");
     const times = recording.step_time_s === null ? "" : `, ${timeText(recording.step_time_s)}${recording.provisional ? " so far, provisional" : ""}`;
     write(this.about, `${this.mesh} on ${about.cluster}${times}${about.kind === "run" ? "; a saved run" : ""}`);
     this.slider.max = String(recording.last);

@@ -3,13 +3,13 @@
 /**
  * An element with attributes and children.
  * @param {string} tag
- * @param {object} attributes `on...` are listeners, `class` and the rest are attributes; null and false are left out
+ * @param {object} attributes `on...` are listeners, `class` and the rest are attributes; null, undefined and false are left out
  * @param {...(Node|string)} children
  */
 export function make(tag, attributes = {}, ...children) {
   const node = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
-    if (value === null || value === false) continue;
+    if (value === null || value === undefined || value === false) continue;
     if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
     else node.setAttribute(name, value === true ? "" : String(value));
   }

@@ -2,5 +2,11 @@
 
 import { mount } from "./app.js";
 
-const record = JSON.parse(document.getElementById("emu-record").textContent);
-window.emuStepper = mount(document.getElementById("emu-canvas"), { record, live: false });
+const place = document.getElementById("emu-canvas");
+try {
+  const record = JSON.parse(document.getElementById("emu-record").textContent);
+  window.emuStepper = mount(place, { record, live: false, titled: true });
+} catch (error) {
+  place.textContent = `This page cannot show its record: ${error.message}. A newer browser, or the file written anew, may help.`;
+  throw error;
+}

@@ -15,7 +15,7 @@ function messageText(message) {
 
 function collectiveText(collective) {
   const { what, bytes, come, waits_for } = collective;
-  return `${what}, ${bytesText(bytes)}: come ${ranksText(come)}; not yet ${ranksText(waits_for)}`;
+  return `${what}, ${bytesText(bytes)}: ${ranksText(come)} came; waits for ${ranksText(waits_for)}`;
 }
 
 /** The kind in "dp.all_reduce number 3": "all_reduce". */
@@ -50,11 +50,14 @@ export class Flight {
     const n = recording.ranks.length;
     const height = n <= 2 ? 150 : Math.min(width * 0.62, n <= 8 ? 250 : 330);
     const context = sized(this.canvas, width, height);
-    this.node = Math.max(Math.min(15, (height / Math.max(n, 4)) * 0.9), 7);
+    const room = (Math.PI * (Math.min(width / 2, height * 0.9) + height / 2)) / n; // of the circle, for each
+    this.node = Math.max(Math.min(15, room * 0.4), 2.5);
     this.places = this._places(width, height);
-    for (const collective of state.collectives) this._collective(context, collective, inks, width);
+    this.labels = [];
+    for (const collective of together(state.collectives)) this._collective(context, collective, inks, width);
     for (const message of state.messages) this._message(context, message, inks);
     this._nodes(context, state, inks);
+    this._labels(context, inks, width, height);
     const lines = [...state.messages.map(messageText), ...state.collectives.map(collectiveText)];
     const under_way = lines.length;
     if (under_way > MOST_LISTED) lines.splice(MOST_LISTED, Infinity, `and ${under_way - MOST_LISTED} more under way`);
@@ -68,7 +71,7 @@ export class Flight {
   _places(width, height) {
     const { ranks } = this.app.recording;
     const places = new Map();
-    const [cx, cy] = [width / 2, height / 2];
+    const [cx, cy] = (this.middle = [width / 2, height / 2]);
     const rx = Math.min(width / 2 - this.node - 24, height * 0.9);
     const ry = height / 2 - this.node - 8;
     ranks.forEach((rank, i) => {
@@ -93,6 +96,7 @@ export class Flight {
       context.setLineDash(rank.state === "waiting" ? [3, 2] : []);
       context.stroke();
       context.setLineDash([]);
+      if (this.node < 7) continue; // a number would not fit
       context.fillStyle = inks.ink;
       context.font = `${next ? "bold " : ""}${Math.min(12, this.node + 1)}px ${FONT}`;
       context.fillText(String(rank.rank), x, y + 0.5);
@@ -123,8 +127,7 @@ export class Flight {
     context.stroke();
     context.setLineDash([]);
     arrowHead(context, middle, tip, 9);
-    const at = [(start[0] + 2 * middle[0] + tip[0]) / 4, (start[1] + 2 * middle[1] + tip[1]) / 4];
-    this._label(context, bytesText(message.bytes), ...at, inks);
+    this.labels.push([bytesText(message.bytes), (start[0] + 2 * middle[0] + tip[0]) / 4, (start[1] + 2 * middle[1] + tip[1]) / 4]);
   }
 
   _collective(context, collective, inks, width) {
@@ -135,7 +138,9 @@ export class Flight {
       cx += this.places.get(rank)[0] / members.length;
       cy += this.places.get(rank)[1] / members.length;
     }
-    const kind = kindOf(collective.what);
+    // Neighbours meet near the rim: further in, there is room.
+    [cx, cy] = [0.65 * cx + 0.35 * this.middle[0], 0.65 * cy + 0.35 * this.middle[1]];
+    const kind = kindOf(collective.what.replace(/^\d+ of /, ""));
     const paint = this.app.recording.palette.find((each) => each.name === kind);
     const come = new Set(collective.come);
     for (const rank of members) {
@@ -151,7 +156,7 @@ export class Flight {
       context.stroke();
       context.setLineDash([]);
       context.beginPath();
-      context.arc(ex, ey, 4, 0, 2 * Math.PI);
+      context.arc(ex, ey, Math.min(4, this.node), 0, 2 * Math.PI);
       context.fillStyle = come.has(rank) ? inks.ink : inks.ground;
       context.fill();
       context.strokeStyle = inks.ink;
@@ -159,19 +164,42 @@ export class Flight {
       context.stroke();
     }
     context.font = `11px ${FONT}`;
-    this._label(context, cutText(context, `${collective.what}, ${bytesText(collective.bytes)}`, width * 0.55), cx, cy, inks);
+    this.labels.push([cutText(context, `${collective.what.split(" number ")[0]}, ${bytesText(collective.bytes)}`, width * 0.55), cx, cy]);
   }
 
-  _label(context, text, x, y, inks) {
+  /** Writes what was gathered, beside where it belongs if something stands there. */
+  _labels(context, inks, width, height) {
     context.font = `11px ${FONT}`;
-    const wide = context.measureText(text).width + 8;
-    context.fillStyle = inks.ground;
-    context.fillRect(x - wide / 2, y - 9, wide, 18);
-    context.fillStyle = inks.ink;
-    context.textAlign = "center";
-    context.textBaseline = "middle";
-    context.fillText(text, x, y);
+    const taken = [...this.places.values()].map(([x, y]) => [x - this.node - 2, y - this.node - 2, x + this.node + 2, y + this.node + 2]);
+    const [mx, my] = this.middle;
+    for (const [text, cx, cy] of this.labels.slice(0, MOST_LISTED)) {
+      const half = context.measureText(text).width / 2 + 4;
+      const box = (x, y) => [Math.min(Math.max(x, half), width - half) - half, y - 9, Math.min(Math.max(x, half), width - half) + half, y + 9];
+      const free = ([x0, y0, x1, y1]) => y0 >= 0 && y1 <= height && taken.every(([a, b, c, d]) => x1 <= a || x0 >= c || y1 <= b || y0 >= d);
+      const tries = [0, 0.3, 0.6].flatMap((in_) => [0, 14, -14, 28, -28, 44, -44].map((off) => box(cx + in_ * (mx - cx), cy + in_ * (my - cy) + off)));
+      const own = tries.find(free);
+      if (!own) continue; // the list below has it
+      taken.push(own);
+      context.fillStyle = inks.ground;
+      context.fillRect(own[0], own[1], 2 * half, 18);
+      context.fillStyle = inks.ink;
+      context.textAlign = "center";
+      context.textBaseline = "middle";
+      context.fillText(text, own[0] + half, own[1] + 9);
+    }
   }
+}
+
+/** Collectives of the same members, to which the same ranks have come, as one. */
+function together(collectives) {
+  const found = new Map();
+  for (const each of collectives) {
+    const key = `${each.members} ${each.come} ${kindOf(each.what)}`;
+    const other = found.get(key);
+    if (!other) found.set(key, { ...each, count: 1 });
+    else Object.assign(other, { count: other.count + 1, bytes: other.bytes + each.bytes });
+  }
+  return [...found.values()].map((each) => (each.count > 1 ? { ...each, what: `${each.count} of ${each.what.split(" number ")[0]}` } : each));
 }
 
 /** The head of an arrow that comes from a point and ends at another. */

@@ -69,8 +69,8 @@ export function findGoal(recording, what, start) {
   return -1;
 }
 
-/** Names that are in what is known, those like `what` first: for the hint of a search that found nothing. */
-export function namesNear(recording, what, most = 5) {
+/** For a search that found nothing: names in what is known that are like `what`, or some of those that there are. */
+export function hintFor(recording, what) {
   const texts = new Set();
   for (let row = 0; row < recording.tables.ops.n; row++) {
     const op = recording.op(row);
@@ -85,6 +85,7 @@ export function namesNear(recording, what, most = 5) {
     for (const pair of own) shared += other.has(pair) ? 1 : 0;
     scored.push([shared / Math.max(own.size + other.size, 1), text]);
   }
-  scored.sort((a, b) => b[0] - a[0]);
-  return scored.slice(0, most).map(([, text]) => text);
+  const near = scored.filter(([score]) => score > 0.25).sort((a, b) => b[0] - a[0]).slice(0, 5);
+  const names = (near.length ? near : scored.slice(0, 12)).map(([, text]) => text).join(", ");
+  return `${near.length ? "near it are" : "there are"} ${names}; step back to look again`;
 }

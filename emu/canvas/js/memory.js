@@ -1,6 +1,6 @@
 // Device memory: a stacked bar of every rank where it stands, and one rank's memory over all steps that are known.
 
-import { Brushes, FONT, bytesText, sampleRanks, sized, ticksOf } from "./paint.js";
+import { Brushes, FONT, bytesText, centred, sampleRanks, sized, tickText, ticksOf } from "./paint.js";
 import { countBelow, pairKey } from "./record.js";
 import { Undo, make, mark, panel, write } from "./dom.js";
 
@@ -33,7 +33,7 @@ export class Memory {
     this.undo = new Undo();
     this.undo.on(this.chart, "click", (event) => {
       const share = (event.offsetX - this.left) / (this.width - this.left - 8);
-      app.goto(Math.round(Math.min(Math.max(share, 0), 1) * app.recording.last));
+      app.travel.goto(Math.round(Math.min(Math.max(share, 0), 1) * app.recording.last));
     });
   }
 
@@ -41,13 +41,13 @@ export class Memory {
   renew() {
     const { recording } = this.app;
     const { memory, peaks } = recording.tables;
-    const peak = peaks.column("bytes").subarray(0, peaks.n);
-    this.most = peak.reduce((most, bytes) => Math.max(most, bytes), 0);
+    if (this.of !== recording) Object.assign(this, { of: recording, seen: [0, 0], most: 0, ids: new Set() });
+    const peak = peaks.column("bytes");
+    for (; this.seen[0] < peaks.n; this.seen[0]++) this.most = Math.max(this.most, peak[this.seen[0]]);
     const bytes = memory.column("bytes");
     const category = memory.column("category");
-    const used = new Set();
-    for (let i = 0; i < memory.n; i++) if (bytes[i] > 0) used.add(category[i]);
-    this.used = recording.about.categories.map((each, i) => ({ ...each, id: i })).filter((each) => used.has(each.id));
+    for (; this.seen[1] < memory.n; this.seen[1]++) if (bytes[this.seen[1]] > 0) this.ids.add(category[this.seen[1]]);
+    this.used = recording.about.categories.map((each, i) => ({ ...each, id: i })).filter((each) => this.ids.has(each.id));
     this.stale = true;
     const names = this.used.map((each) => make("li", {}, this.brushes.swatch(each, this.app.inks), each.name));
     const most = make("li", {}, make("span", { class: "peak-mark" }), "most so far");
@@ -126,12 +126,11 @@ export class Memory {
     context.fillStyle = inks.faint;
     context.fillRect(left, y, room, 1);
     context.font = `10px ${FONT}`;
-    context.textAlign = "center";
     context.textBaseline = "top";
     for (const at of ticksOf(0, end, room / 60)) {
       const x = left + (at / end) * room;
       context.fillRect(x - 0.5, y, 1, 3);
-      context.fillText(String(Number(at.toPrecision(4))), x, y + 4);
+      centred(context, tickText(at), x, y + 4, 0, this.width);
     }
     context.textAlign = "right";
     context.fillText(label, left + room, y + 16);
@@ -177,24 +176,17 @@ export class Memory {
     const stacks = this._stacks(rank, Math.floor(room), last);
     const height = (bytes) => (this.most ? (bytes / this.most) * tall : 0);
     const tops = new Float64Array(stacks.columns);
+    const plain = { ...inks, outline: null };
     for (const [i, category] of this.used.entries()) {
-      context.beginPath();
-      context.moveTo(this.left, tall + 6 - height(tops[0]));
-      const under = tops.slice();
-      for (let c = 0; c < stacks.columns; c++) tops[c] += stacks.bytes[i * stacks.columns + c];
-      for (let c = 0; c < stacks.columns; c++) {
-        context.lineTo(this.left + c, tall + 6 - height(tops[c]));
-        context.lineTo(this.left + c + 1, tall + 6 - height(tops[c]));
+      const own = stacks.bytes.subarray(i * stacks.columns, (i + 1) * stacks.columns);
+      for (let c = 0; c < stacks.columns; ) {
+        let end = c + 1; // columns that are alike are one area
+        while (end < stacks.columns && own[end] === own[c] && tops[end] === tops[c]) end += 1;
+        const [low, high] = [height(tops[c]), height(tops[c] + own[c])];
+        if (own[c]) this.brushes.area(context, category, this.left + c, tall + 6 - high, end - c, high - low, plain);
+        c = end;
       }
-      for (let c = stacks.columns - 1; c >= 0; c--) {
-        context.lineTo(this.left + c + 1, tall + 6 - height(under[c]));
-        context.lineTo(this.left + c, tall + 6 - height(under[c]));
-      }
-      context.closePath();
-      context.save();
-      context.clip();
-      this.brushes.area(context, category, this.left, 0, room + 1, tall + 6, { ...inks, outline: null });
-      context.restore();
+      for (let c = 0; c < stacks.columns; c++) tops[c] += own[c];
     }
     context.fillStyle = inks.faint;
     context.textAlign = "right";

@@ -93,10 +93,8 @@ function works(recording, index, open) {
 function streams(recording, index) {
   const series = recording.series("streams");
   const table = recording.tables.streams;
-  const step = table.column("step");
   const found = new Map();
-  const groups = [...series.groups.values()].sort((a, b) => step[a[0]] - step[b[0]] || a[0] - b[0]);
-  for (const rows of groups) {
+  for (const rows of series.groups.values()) {
     const row = series.within(rows, index);
     if (row < 0) continue;
     const rank = table.column("rank")[row];

@@ -204,6 +204,20 @@ export function ticksOf(low, high, most) {
   return found;
 }
 
+/** A number at an axis: 20000 -> "20,000", without the noise of rounding. */
+export function tickText(at) {
+  const [whole, part] = String(Number(at.toPrecision(6))).split(".");
+  const grouped = whole.replace(/\B(?=(\d{3})+$)/g, ","); // toLocaleString takes longer than all bars
+  return part ? `${grouped}.${part}` : grouped;
+}
+
+/** Writes centred text, moved so far that it does not run out of [left, right]. */
+export function centred(context, text, x, y, left, right) {
+  const half = context.measureText(text).width / 2;
+  context.textAlign = "center";
+  context.fillText(text, Math.min(Math.max(x, left + half), right - half), y);
+}
+
 /** Text cut to a width in pixels, with an ellipsis. */
 export function cutText(context, text, width) {
   if (context.measureText(text).width <= width) return text;

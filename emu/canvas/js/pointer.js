@@ -74,7 +74,7 @@ export function listen(line) {
     if (!click) return;
     const [row, bar] = under(line, event);
     if (row >= 0) line.app.select(line.bars.rows[row].rank);
-    if (bar >= 0) line.app.goto(line.bars.step[bar]);
+    if (bar >= 0) line.app.travel.goto(line.bars.step[bar]);
   });
   undo.on(canvas, "pointercancel", () => (held = null));
   undo.on(canvas, "pointerleave", () => (line.tip.hidden = true));

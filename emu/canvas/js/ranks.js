@@ -7,9 +7,9 @@ const MOST_CARDS = 16;
 // A sign tells states apart where colours do not.
 const SIGNS = { next: "▶", ready: "○", waiting: "‖", ended: "■", failed: "✕", "not begun": "·" };
 
-/** Ranks in few words: 8 of them at most. */
+/** Ranks in few words, 8 of them at most: "rank 3", "ranks 1, 2". */
 export function ranksText(ranks) {
-  const shown = ranks.slice(0, 8).join(", ");
+  const shown = `rank${ranks.length === 1 ? "" : "s"} ${ranks.slice(0, 8).join(", ")}`;
   return ranks.length > 8 ? `${shown} and ${ranks.length - 8} more` : shown;
 }
 
@@ -58,7 +58,7 @@ export class Ranks {
     card.addEventListener("click", () => this.app.select(Number(card.dataset.rank)));
     step.addEventListener("click", (event) => {
       event.stopPropagation();
-      this.app.stepRank(Number(card.dataset.rank));
+      this.app.travel.stepRank(Number(card.dataset.rank));
     });
     return card;
   }
@@ -72,9 +72,10 @@ export class Ranks {
     write(at("sign"), SIGNS[rank.state] || "");
     write(at("who"), `rank ${rank.rank}`);
     write(at("state"), `${rank.state}${coords ? ` (${coords})` : ""}`);
-    write(at("line"), `${rank.line || "—"}${rank.mark ? `, after ${rank.mark}` : ""}; ${rank.steps} steps`);
-    write(at("last"), rank.last ? rank.last.label : "begins");
-    write(at("arrow"), " → ");
+    const steps = `${rank.steps} step${rank.steps === 1 ? "" : "s"} taken`;
+    write(at("line"), [rank.line, rank.mark && `after ${rank.mark}`, steps].filter(Boolean).join(", "));
+    write(at("last"), rank.last ? rank.last.label : "");
+    write(at("arrow"), rank.last ? " → " : "");
     write(at("next"), doing(rank));
     write(at("streams"), rank.streams.map((each) => `${each.name}: ${each.last} (${each.given})`).join("; "));
     const most = 3;
@@ -85,6 +86,6 @@ export class Ranks {
     const button = card.querySelector("button");
     mark(button, "aria-label", `let rank ${rank.rank} take its next step`);
     mark(card, "aria-label", `rank ${rank.rank}, ${rank.state}`);
-    button.disabled = rank.state === "ended" || rank.state === "failed";
+    button.disabled = this.app.state.ended || rank.state === "ended";
   }
 }

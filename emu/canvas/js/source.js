@@ -17,15 +17,23 @@ export class Answers {
     this.kept.clear();
   }
 
-  async _ask(key, question) {
+  /** One question for each step and rank, however often it is drawn. */
+  _ask(key, question) {
+    if (!this.kept.has(key)) {
+      const asked = this._asked(question);
+      this.kept.set(key, asked);
+      const forget = () => this.kept.get(key) === asked && this.kept.delete(key);
+      asked.then((answer) => (answer.error || answer.passed) && forget(), forget);
+    }
+    return this.kept.get(key);
+  }
+
+  async _asked(question) {
     const { app } = this;
-    if (this.kept.has(key)) return this.kept.get(key);
     const at = [app.index, app.selected];
     await new Promise((resolve) => setTimeout(resolve, CALM_MS));
-    if (app.gone || at[0] !== app.index || at[1] !== app.selected) return {};
-    const answer = await app.ask(question);
-    if (!answer.error) this.kept.set(key, answer);
-    return answer;
+    if (app.gone || at[0] !== app.index || at[1] !== app.selected) return { passed: true };
+    return app.travel.ask(question);
   }
 
   /** The last collective that moved data: {walk, algorithms} or {error}. */

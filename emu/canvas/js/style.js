@@ -31,6 +31,7 @@ button.fold .sign { display: inline-block; width: 1.2em; }
 .slider input[type="number"] { width: 6.5em; }
 .status { min-height: 2.9em; margin: 4px 0 6px; overflow-wrap: anywhere; }
 .status .where { font-weight: bold; }
+.status .what { white-space: pre-line; }
 .alert { background: var(--alert); border-left: 4px solid var(--cursor); padding: 6px 10px; margin: 6px 0; overflow-wrap: anywhere; }
 .busy { color: var(--faint); }
 .note, .caption { color: var(--faint); font-size: 12px; overflow-wrap: anywhere; }
@@ -57,7 +58,7 @@ canvas.pick { cursor: pointer; }
 .sign-dot, .sign-ring { width: 9px; height: 9px; border-radius: 50%; border: 1.5px solid var(--ink); }
 .sign-dot { background: var(--ink); }
 ul.plain li { padding: 1px 0; font-size: 12px; overflow-wrap: anywhere; }
-.cards { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(250px, 100%), 1fr)); gap: 7px; }
+.cards { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(250px, 100%), 1fr)); gap: 7px; align-items: start; }
 .card { border: 1px solid var(--line); border-left: 4px solid var(--line); border-radius: 4px; padding: 5px 8px; font-size: 12px; min-width: 0;
   overflow-wrap: anywhere; cursor: pointer; }
 .card[data-state="next"], .card[data-state="failed"] { border-left-color: var(--cursor); }

@@ -87,7 +87,8 @@ export class Tensors {
     if (asked !== this.asked) return; // the page has gone on meanwhile
     this.tensors = found.tensors || [];
     write(this.fold.note, `rank ${this.app.selected}, ${this.tensors.length} with a name`);
-    write(this.says, found.error ? `${found.error.message}${found.error.hint ? `: ${found.error.hint}` : ""}` : "");
+    const none = found.tensors && !found.tensors.length ? "it holds none that its program has a name for" : "";
+    write(this.says, found.error ? `${found.error.message}${found.error.hint ? `: ${found.error.hint}` : ""}` : none);
     this._list();
     await this._value(asked);
   }

@@ -1,24 +1,20 @@
 // What every stream of every rank does and when, on one canvas. Two layers are kept: all bars in full, and the same page
 // with faded bars. A step puts them together, full up to each row's last issued bar, and draws where the hosts stand.
 
-import { Brushes, FONT, cutText, sized, ticksOf, timeText, timeUnit } from "./paint.js";
-import { barsOfSpans, barsOfSteps, drawRow } from "./bars.js";
+import { FONT, sized, timeText } from "./paint.js";
+import { barsOfSpans, barsOfSteps } from "./bars.js";
+import { AXIS, Layers, RIGHT, TOP } from "./layers.js";
 import { Undo, make, mark, panel, write } from "./dom.js";
 import { listen } from "./pointer.js";
 
-const AXIS = 34; // pixels under the rows
-const TOP = 14; // above them, for the triangle of the next rank
-const RIGHT = 14; // beside them
-const MOST_HEIGHT = 430;
+const MOST_HEIGHT = 490;
 const RANK_GAP = 0.35; // rows
-const FADED = 0.26;
 
 /** The timeline's part of the page. */
 export class Timeline {
   /** @param {object} app what is shown: recording, index, selected, inks, goto(index) */
   constructor(app) {
     this.app = app;
-    this.brushes = new Brushes();
     this.canvas = make("canvas", { role: "img", tabindex: "0", class: "plot grab" });
     this.tip = make("div", { class: "tip", hidden: true, role: "tooltip" });
     this.legend = make("ul", { class: "legend", "aria-label": "legend of the timeline" });
@@ -28,21 +24,20 @@ export class Timeline {
     this.plot = make("div", { class: "plotbox" }, this.canvas, this.tip);
     root.append(this.plot, this.legend);
     this.root = root;
-    this.full = document.createElement("canvas");
-    this.faded = document.createElement("canvas");
+    this.layers = new Layers();
     this.view = null; // [low, high] that is zoomed to; null: all
     this.top = 0; // the first pixel of the rows that is seen
-    this.steps = null; // true: by step; false: by time; null: by what there is
+    this.steps = false; // whether to show bars by step, where there are times too
     this.undo = new Undo();
     listen(this);
   }
 
   /** There are other bars: more steps, or new prices. */
-  renew() {
+  renew(what = "all") {
     const { recording } = this.app;
     const priced = recording.spans.n > 0;
-    this.by_step = this.steps ?? !priced;
-    if (!priced) this.by_step = true;
+    if (what === "rows" && priced && !this.by_step) return; // rows without times change no bar
+    this.by_step = priced ? Boolean(this.steps) : true;
     this.bars = this.by_step ? barsOfSteps(recording) : barsOfSpans(recording);
     this.longest = Math.max(this.by_step ? recording.known : Math.max(recording.step_time_s || 0, this.bars.longest), 1e-12);
     this.by.hidden = !priced;
@@ -66,7 +61,7 @@ export class Timeline {
     let gaps = 0;
     for (let i = 1; i < rows.length; i++) gaps += rows[i].rank !== rows[i - 1].rank ? RANK_GAP : 0;
     const room = Math.max(rows.length + gaps, 1);
-    this.pitch = Math.min(Math.max((MOST_HEIGHT - AXIS - TOP) / room, 12), 24);
+    this.pitch = Math.min(Math.max((MOST_HEIGHT - AXIS - TOP) / room, 11), 24);
     let y = 0;
     this.places = rows.map((row, i) => {
       if (i && row.rank !== rows[i - 1].rank) y += RANK_GAP * this.pitch;
@@ -74,7 +69,11 @@ export class Timeline {
       return y - this.pitch;
     });
     this.tall = Math.max(y, this.pitch);
-    this.height = Math.min(this.tall, MOST_HEIGHT - AXIS - TOP) + AXIS + TOP;
+    // Where not all fit, what is seen ends with a row.
+    const most = MOST_HEIGHT - AXIS - TOP;
+    const fits = this.tall < most + 1 ? this.tall : Math.max(...this.places.map((place) => place + this.pitch).filter((end) => end <= most));
+    this.height = fits + AXIS + TOP;
+    this.scrollTo(this.top);
   }
 
   _legend() {
@@ -83,7 +82,7 @@ export class Timeline {
     if (this.bars.used.has(-1)) entries.push([null, "other steps"]);
     if (this.bars.waits) entries.push(["waiting", "waiting for other ranks"]);
     this.legend.replaceChildren(
-      ...entries.map(([paint, name]) => make("li", {}, this.brushes.swatch(paint, inks), name)),
+      ...entries.map(([paint, name]) => make("li", {}, this.layers.brushes.swatch(paint, inks), name)),
       make("li", {}, make("span", { class: "cursor-mark next" }), "host of the next rank"),
       make("li", {}, make("span", { class: "cursor-mark" }), "other hosts; pale: to come"),
     );
@@ -149,18 +148,22 @@ export class Timeline {
   /** Where a rank's host stands; null where that is not known. */
   _cursor(rank) {
     const { recording, index } = this.app;
-    if (this.by_step) return index;
+    if (this.by_step) return rank === this.app.next_rank ? index : null;
     const row = recording.host.at(rank, index);
-    return row < 0 ? null : recording.hosts.column("at_s")[row];
+    if (row < 0) return rank === this.app.next_rank ? 0 : null;
+    return recording.hosts.column("at_s")[row];
   }
 
-  /** Brings the next rank's host and the selected rank's rows into what is seen. */
+  /** After a move: brings the next rank's host into what is seen. */
   follow() {
-    const at = this._cursor(this.app.next_rank ?? this.app.selected);
-    if (this.view && at !== null) {
-      const [low, high] = this.view;
-      if (at < low || at > high) this.pan((at - low) / (high - low) - 0.5);
-    }
+    const { next_rank } = this.app;
+    if (next_rank !== null && this.tall > this.seen) this.reveal(next_rank);
+    const at = next_rank === null ? null : this._cursor(next_rank);
+    const [low, high] = this.window;
+    if (!this.view || at === null || (at >= low && at <= high)) return;
+    const from = Math.min(Math.max(at - (high - low) / 2, 0), this.longest * 1.005 - (high - low));
+    this.view = [from, from + high - low];
+    this.stale = true;
   }
 
   /** Scrolls to the rows of a rank. */
@@ -171,133 +174,60 @@ export class Timeline {
     const from = this.places[rows[0]];
     const to = this.places[rows[rows.length - 1]] + this.pitch;
     const top = Math.min(Math.max(this.top, to - seen), from);
-    if (top !== this.top) {
-      this.top = Math.max(Math.min(top, this.tall - seen), 0);
-      this.stale = true;
-    }
+    this.scrollTo(top);
+  }
+
+  /** Shows the rows from a pixel of all of them on; says whether that is news. */
+  scrollTo(top) {
+    const before = this.top;
+    this.top = Math.min(Math.max(top, 0), Math.max(this.tall - this.seen, 0));
+    if (this.top !== before) this.stale = true;
+    return this.top !== before;
   }
 
   _measure() {
     const width = Math.max(this.plot.clientWidth, 200);
+    if (width === this.width && !this.stale) return;
     const context = this.canvas.getContext("2d");
     context.font = `11px ${FONT}`;
-    const names = new Set(this.bars.rows.map((row) => row.name));
-    const name = Math.min(Math.max(0, ...[...names].map((each) => context.measureText(each).width)), width < 640 ? 70 : 130);
+    const names = [...new Set(this.bars.rows.map((row) => row.name))].map((name) => context.measureText(name).width);
     context.font = `bold 11px ${FONT}`;
-    const rank = Math.max(...this.app.recording.ranks.slice(-1).map((each) => context.measureText(`rank ${each}`).width));
-    this.gutter = [rank + 10, Math.round(rank + name + 22)];
+    const [rank] = this.app.recording.ranks.slice(-1);
+    this.names_from = context.measureText(`rank ${rank}`).width + 10;
+    this.left = Math.round(this.names_from + Math.min(Math.max(0, ...names), width < 640 ? 70 : 130) + 12);
     this.width = width;
-    this.left = this.gutter[1];
-  }
-
-  /** Draws the two layers anew. */
-  _layers() {
-    const { inks } = this.app;
-    const scale = window.devicePixelRatio || 1;
-    const full = sized(this.full, this.width, this.height, scale);
-    const page = sized(this.faded, this.width, this.height, scale);
     const [low, high] = this.window;
-    const span = this.width - this.left - RIGHT;
-    this.scale = span / (high - low);
-    const view = { low, high, left: this.left, scale: this.scale, pixel: 1 / scale };
-    full.fillStyle = inks.ground;
-    full.fillRect(0, 0, this.width, this.height);
-    const seen = [TOP, this.height - AXIS];
-    for (const context of [full, page]) {
-      context.save();
-      context.beginPath();
-      context.rect(0, seen[0] - 2, this.width, seen[1] - seen[0] + 4);
-      context.clip();
-    }
-    this._each((row, y) => drawRow(full, this.bars, row, view, y + 0.13 * this.pitch, 0.74 * this.pitch, this.brushes, inks));
-    this._each((row, y) => {
-      page.fillStyle = inks.line;
-      page.fillRect(this.left, y + 0.87 * this.pitch, span, 1);
-    });
-    page.globalAlpha = FADED;
-    page.drawImage(this.full, this.left * scale, 0, (span + 1) * scale, this.full.height, this.left, 0, span + 1, this.height);
-    page.globalAlpha = 1;
-    this._names(page, inks);
-    for (const context of [full, page]) context.restore();
-    this._axis(page, inks, low, high);
+    this.scale = (width - this.left - RIGHT) / (high - low);
+    this.layers.draw(this);
     this.stale = false;
   }
 
-  _each(visit) {
+  /** Visits the rows that are seen: visit(row, y of its top). */
+  each(visit) {
     for (let row = 0; row < this.bars.rows.length; row++) {
       const y = TOP + this.places[row] - this.top;
       if (y > TOP - this.pitch && y < this.height - AXIS) visit(row, y);
     }
   }
 
-  _names(context, inks) {
-    const { rows } = this.bars;
-    const small = Math.min(11, this.pitch - 1);
-    context.textBaseline = "middle";
-    this._each((row, y) => {
-      const middle = y + this.pitch / 2;
-      context.fillStyle = inks.faint;
-      context.font = `${small}px ${FONT}`;
-      context.textAlign = "right";
-      context.fillText(cutText(context, rows[row].name, this.left - this.gutter[0] - 8), this.left - 7, middle);
-      if (row && rows[row - 1].rank === rows[row].rank && y > TOP) return;
-      context.fillStyle = inks.ink;
-      context.font = `bold ${small}px ${FONT}`;
-      context.textAlign = "left";
-      context.fillText(`rank ${rows[row].rank}`, 4, middle);
-    });
-  }
-
-  _axis(context, inks, low, high) {
-    const [unit, unit_s] = this.by_step ? ["steps", 1] : timeUnit(high);
-    const y = this.height - AXIS + 4;
-    context.fillStyle = context.strokeStyle = inks.faint;
-    context.lineWidth = 1;
-    context.strokeRect(this.left, y, this.width - this.left - RIGHT, 0);
-    context.font = `10.5px ${FONT}`;
-    context.textAlign = "center";
-    context.textBaseline = "top";
-    for (const at of ticksOf(low / unit_s, high / unit_s, (this.width - this.left) / 80)) {
-      const x = this.left + (at * unit_s - low) * this.scale;
-      context.fillRect(x - 0.5, y, 1, 4);
-      context.fillText(String(Number(at.toPrecision(6))), x, y + 6);
-    }
-    context.textAlign = "right";
-    const what = this.by_step ? "steps taken, of all ranks" : `time (${unit})${this.app.recording.provisional ? ", provisional" : ""}`;
-    context.fillText(what, this.width - RIGHT, y + 19);
-  }
-
-  /** Puts the layers together for the step that is shown. */
+  /** Shows the step: joins the layers, and draws what moves. */
   draw() {
     const { inks, index, next_rank, selected } = this.app;
-    if (!this.bars) this.renew();
-    const before = this.width;
     this._measure();
-    if (before !== this.width) this.stale = true;
-    if (this.stale) this._layers();
-    const scale = window.devicePixelRatio || 1;
-    const context = sized(this.canvas, this.width, this.height, scale);
+    const context = sized(this.canvas, this.width, this.height);
     context.fillStyle = inks.tint;
-    this._each((row, y) => {
-      if (this.bars.rows[row].rank === selected) context.fillRect(0, Math.max(y, TOP), this.width, Math.min(this.pitch, this.height - AXIS - y));
+    this.each((row, y) => {
+      const from = Math.max(y, TOP);
+      if (this.bars.rows[row].rank === selected) context.fillRect(0, from, this.left, Math.min(y + this.pitch, this.height - AXIS) - from);
     });
-    context.drawImage(this.faded, 0, 0, this.width, this.height);
-    const [low] = this.window;
-    this._each((row, y) => {
-      const until = Math.min(this.left + (this.bars.issuedUntil(row, index) - low) * this.scale, this.width - RIGHT);
-      const from = Math.max(y + 0.13 * this.pitch, TOP);
-      const tall = Math.min(y + 0.87 * this.pitch, this.height - AXIS) - from;
-      if (until <= this.left || tall <= 0) return;
-      const [w, h] = [until - this.left, tall];
-      context.drawImage(this.full, this.left * scale, from * scale, w * scale, h * scale, this.left, from, w, h);
-    });
-    this._cursors(context, inks, low, next_rank);
+    this.layers.join(context, this, index);
+    this._cursors(context, inks, this.window[0], next_rank);
     this._say();
   }
 
   _cursors(context, inks, low, next_rank) {
     const extents = new Map();
-    this._each((row, y) => {
+    this.each((row, y) => {
       const { rank } = this.bars.rows[row];
       const own = extents.get(rank);
       extents.set(rank, [own ? own[0] : Math.max(y, TOP - 4), Math.min(y + this.pitch, this.height - AXIS + 4)]);
@@ -336,10 +266,7 @@ export class Timeline {
 
   /** Moves the rows up by pixels; says whether they moved. */
   scroll(by) {
-    const top = Math.min(Math.max(this.top + by, 0), Math.max(this.tall - this.seen, 0));
-    if (top === this.top) return false;
-    this.top = top;
-    this.stale = true;
+    if (!this.scrollTo(this.top + by)) return false;
     this.draw();
     return true;
   }
