@@ -9,7 +9,9 @@ from emu.view.checkpointing import checkpointing_growth_figure, frontier_figure
 from emu.view.computer import summaries_table, summary_html, summary_tables
 from emu.view.context import ring_figure
 from emu.view.decade import flops_decade_figure
+from emu.view.holding import holding_figure
 from emu.view.ladder import ladder_figure
+from emu.view.layouts import layout_figure
 from emu.view.losses import loss_figure
 from emu.view.memory import memory_figure
 from emu.view.memory_bars import memory_bars_figure
@@ -19,6 +21,7 @@ from emu.view.pipeline import run_schedule_figure, schedule_figure, side_by_side
 from emu.view.report import Code, Heading, Picture, Text, report_html, write_report
 from emu.view.roofline import roofline_figure
 from emu.view.routing import routing_figure
+from emu.view.shares import shares_of
 from emu.view.stepping import stepping_figure
 from emu.view.style import png_bytes, png_data_uri
 from emu.view.tables import Table, comparison_table, metrics_table
@@ -44,7 +47,9 @@ __all__ = [
     "comparison_table",
     "flops_decade_figure",
     "frontier_figure",
+    "holding_figure",
     "ladder_figure",
+    "layout_figure",
     "loss_figure",
     "memory_bars_figure",
     "memory_figure",
@@ -59,6 +64,7 @@ __all__ = [
     "routing_figure",
     "run_schedule_figure",
     "schedule_figure",
+    "shares_of",
     "side_by_side",
     "stepping_figure",
     "summaries_table",
