@@ -97,6 +97,7 @@ def score(
         worth(len(chosen), base.seconds),
         fit=lambda: arithmetic.run(program, mesh, args, Rendezvous).states == base.states,
         patience_s=30 + 20 * base.seconds,
+        seconds=base.seconds,
         starting=lambda mutant: progress(f"mutant: {mutant}"),
     )
     survivors = [str(mutant) for mutant, its in zip(chosen, fates) if its == SURVIVOR]

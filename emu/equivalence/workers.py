@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +26,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 WORTH_S = 4.0  # work that takes less is not worth a second process
+SLOWEST = 50.0  # times the usual time of a job, after which its process is given up
 _FAILED = "failed"
 
 
@@ -64,6 +66,7 @@ def each(
     *,
     fit: Callable[[], bool] = lambda: True,
     patience_s: float = 60.0,
+    seconds: float = 0.0,
     starting: Callable[[T], None] = lambda job: None,
 ) -> list[R]:
     """`[work(job) for job in jobs]`, by several processes.
@@ -73,6 +76,8 @@ def each(
         processes: how many to fork; with 1, none is.
         fit: run by every process first: whether it may work.
         patience_s: how long that may take; a process that takes longer is given up.
+        seconds: about how long a job takes. One that takes SLOWEST times as long and patience_s more is done again here: its
+            process may wait for a lock that another thread held when it was forked.
         starting: called here when a job is begun, in the order of jobs.
 
     Raises:
@@ -86,7 +91,7 @@ def each(
 
     if processes > 1:
         with _forked(work, jobs, fit, processes) as workers:
-            _share_out(workers, waiting, jobs, patience_s, starting, results, alone)
+            _share_out(workers, waiting, jobs, patience_s, patience_s + SLOWEST * seconds, starting, results, alone)
     for i in waiting:  # all of them, where nothing was forked
         starting(jobs[i])
         alone(i)
@@ -98,6 +103,7 @@ def _share_out(
     waiting: deque[int],
     jobs: Sequence[Any],
     patience_s: float,
+    limit_s: float,
     starting: Callable[[Any], None],
     results: dict[int, Any],
     alone: Callable[[int], None],
@@ -105,16 +111,22 @@ def _share_out(
     """Gives every process one job after the other. Leaves in `waiting` what no process is left for."""
     idle: set[Connection] = set()
     busy: dict[Connection, int] = {}
+    until: dict[Connection, float] = {}  # when a busy one is given up
     while workers and (waiting or busy):
         for end in [end for end in workers if end in idle][: len(waiting)]:
             idle.remove(end)
             busy[end] = waiting.popleft()
+            until[end] = time.monotonic() + limit_s
             starting(jobs[busy[end]])
             with suppress(BrokenPipeError, ConnectionResetError):  # it has ended: seen below
                 end.send(busy[end])
-        ready: list[Any] = wait(list(workers), None if idle or busy else patience_s)
-        if not ready:
+        left_s = min(until[end] for end in busy) - time.monotonic() if busy else patience_s
+        ready: list[Any] = wait(list(workers), max(left_s, 0.0))
+        if not ready and not busy:
             return
+        for end in [end for end in busy if end not in ready and time.monotonic() >= until[end]]:
+            workers.pop(end).kill()
+            alone(busy.pop(end))
         for end in ready:
             try:
                 said = end.recv()

@@ -65,6 +65,17 @@ def test_one_unfit_process_does_not_stop_the_others():
     assert len(set(got)) == 1 and os.getpid() not in got
 
 
+def test_a_job_that_hangs_in_a_process_is_done_here():
+    def work(job):
+        if job == 1 and elsewhere():
+            time.sleep(600)
+        return job, os.getpid()
+
+    got = each(work, range(4), 2, patience_s=2.0, seconds=0.001)
+    assert [job for job, _ in got] == [0, 1, 2, 3] and got[1][1] == os.getpid() and nobody_is_left()
+    assert os.getpid() not in {pid for job, pid in got if job != 1}
+
+
 class Unpicklable(Exception):
     def __init__(self, ours, more):
         self.lock = threading.Lock()
