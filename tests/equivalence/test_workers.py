@@ -71,7 +71,7 @@ def test_a_job_that_hangs_in_a_process_is_done_here():
             time.sleep(600)
         return job, os.getpid()
 
-    got = each(work, range(4), 2, patience_s=2.0, seconds=0.001)
+    got = each(work, range(4), 2, patience_s=5.0, seconds=0.001)
     assert [job for job, _ in got] == [0, 1, 2, 3] and got[1][1] == os.getpid() and nobody_is_left()
     assert os.getpid() not in {pid for job, pid in got if job != 1}
 
