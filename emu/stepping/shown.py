@@ -38,9 +38,13 @@ def display(stepper: Stepper) -> None:
         raise NotImplementedError("the widget needs anywidget: pip install anywidget")
     from IPython.display import publish_display_data
 
-    view = _view(stepper)
-    publish_display_data({"image/png": _picture(stepper, view["model_id"]), "text/plain": repr(stepper)})
-    publish_display_data({WIDGET: view, "text/plain": f"(a widget before step {stepper.index}, while its kernel runs)"})
+    from emu.stepping.widget import widget_of
+
+    mark = widget_of(stepper).mark
+    publish_display_data({"image/png": _picture(stepper, mark), "text/plain": repr(stepper)})
+    publish_display_data(
+        {WIDGET: _view(stepper), "text/plain": f"(a widget before step {stepper.index}, while its kernel runs)"}
+    )
 
 
 def _view(stepper: Stepper) -> dict[str, Any]:

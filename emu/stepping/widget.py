@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from typing import Any
+from uuid import uuid4
 
 import anywidget
 import traitlets
@@ -29,17 +30,19 @@ class StepperWidget(anywidget.AnyWidget):
     Attributes:
         index: where the stepper stands. The page sets it to steps that are known; it goes on by asking.
         closed: whether the stepper was closed: then the page shows what was seen.
+        mark: stands in the pictures that are shown in its stead, by which the page knows them.
     """
 
     _esm = module("widget")
     index = traitlets.Int(0).tag(sync=True)
     closed = traitlets.Bool(False).tag(sync=True)
+    mark = traitlets.Unicode().tag(sync=True)
 
     def __init__(self, stepper: Stepper) -> None:
         self._stepper, self._kept = weakref.ref(stepper), stepper
         self._views: set[str] = set()
         self._answers = Answers(stepper, lambda news: self.send({"news": news}))
-        super().__init__(index=stepper.index, closed=stepper.closed)
+        super().__init__(index=stepper.index, closed=stepper.closed, mark=f"emu stepper {uuid4().hex}")
         self.on_msg(self._heard)
         stepper.watchers.append(self._moved)
         weakref.finalize(stepper, self.close).atexit = False

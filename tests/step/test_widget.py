@@ -190,7 +190,8 @@ def test_a_notebook_is_given_the_picture_by_itself_and_the_widget_that_knows_it(
     s._ipython_display_()
     assert [sorted(each) for each in outputs] == [["image/png", "text/plain"], [VIEW, "text/plain"]]
     name, body = parts(base64.b64decode(outputs[0]["image/png"]))[1]
-    assert (name, body) == (b"tEXt", b"Comment\0" + outputs[1][VIEW]["model_id"].encode())
+    assert (name, body) == (b"tEXt", b"Comment\0" + widget_of(s).mark.encode())
+    assert outputs[1][VIEW]["model_id"] == widget_of(s).model_id
     assert outputs[0]["text/plain"] == repr(s)
 
 

@@ -3,7 +3,7 @@ import { mount } from "./app.js";
 
 const PNG = "data:image/png;base64,";
 
-// Pictures that stand in for the widget, in outputs of their own next to it: their files have the widget's id in a comment.
+// Pictures that stand in for the widget, in outputs of their own next to it: their files have the widget's mark in a comment.
 function picturesOf(element, mark) {
   const area = element.closest(".jp-OutputArea, .output");
   const found = area === null ? [] : [...area.querySelectorAll(`img[src^="${PNG}"]`)];
@@ -98,7 +98,7 @@ function render({ model, el }) {
     }
     source.record = answer.record;
     page = mount(el, source);
-    show = hide(picturesOf(el, model.model_id));
+    show = hide(picturesOf(el, model.get("mark")));
     source.closes();
   });
   return () => {
