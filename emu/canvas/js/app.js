@@ -92,6 +92,7 @@ class App {
     mark(this.root, "data-theme", this.inks.dark ? "dark" : "light");
     this.notes.replaceChildren(...this.recording.notes.map((note) => make("li", {}, `Note: ${note}`)));
     for (const panel of this.panels) panel.renew(what);
+    if (!this.drawn) this.timeline.follow(); // at first
     this.draw();
   }
 

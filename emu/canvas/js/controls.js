@@ -82,7 +82,7 @@ export class Controls {
     write(this.what, what);
     write(this.busy, this.app.travel.busy ? "Running …" : "");
     const times = recording.step_time_s === null ? "" : `, ${timeText(recording.step_time_s)}${recording.provisional ? " so far, provisional" : ""}`;
-    write(this.about, `${this.mesh} on ${about.cluster}${times}${about.kind === "run" ? "; a saved run" : ""}`);
+    write(this.about, `${this.mesh} on ${about.cluster}${times}${about.kind === "run" ? "; a saved run" : ""}${this.app.closed ? "; closed" : ""}`);
     this.slider.max = String(recording.last);
     this.slider.value = String(index);
     this.slider.setAttribute("aria-valuetext", `step ${index} of ${recording.known}`);

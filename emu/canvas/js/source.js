@@ -4,6 +4,8 @@ import { tensorsOf } from "./tensors.js";
 
 const CALM_MS = 120; // a program that is alive is asked once the page stands still
 
+const CLOSED = { error: { message: "the stepper was closed, and what it held is gone", hint: "make another: emu.step(program, mesh)" } };
+
 /** Answers for the panels, of the step and rank that are shown. Answers are kept: a step does not change. */
 export class Answers {
   /** @param {object} app recording, index, selected, live, ask(question) */
@@ -44,6 +46,7 @@ export class Answers {
       const answer = await ask(algorithm);
       return answer.error && algorithm ? ask(null) : answer; // this one has no such algorithm
     }
+    if (this.app.closed) return CLOSED;
     let at = -1;
     for (const key of Object.keys(recording.walks)) if (Number(key) <= index && Number(key) > at) at = Number(key);
     const walks = at < 0 ? null : recording.walks[at];
@@ -57,6 +60,7 @@ export class Answers {
   async tensors() {
     const { recording, index, selected, live } = this.app;
     if (live) return this._ask(`tensors ${index} ${selected}`, { tensors: { step: index, rank: selected } });
+    if (this.app.closed) return CLOSED;
     const tensors = tensorsOf(recording, selected, index);
     return tensors ? { tensors } : { error: { message: "no tensors are in this file", hint: recording.notes.join("; ") } };
   }
@@ -64,6 +68,7 @@ export class Answers {
   /** The numbers of one of them: {value, note} or {error}. */
   async value(tensor) {
     const { index, selected, live } = this.app;
+    if (this.app.closed) return CLOSED;
     if (!live) return { error: { message: "its numbers are not in this file", hint: "" } };
     const answer = await this._ask(`value ${index} ${selected} ${tensor.name}`, { tensor: { step: index, rank: selected, name: tensor.name } });
     if (answer.error || !answer.tensor) return answer.error ? answer : { error: { message: "no answer yet", hint: "" } };

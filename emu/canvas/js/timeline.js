@@ -83,8 +83,9 @@ export class Timeline {
     if (this.bars.waits) entries.push(["waiting", "waiting for other ranks"]);
     this.legend.replaceChildren(
       ...entries.map(([paint, name]) => make("li", {}, this.layers.brushes.swatch(paint, inks), name)),
-      make("li", {}, make("span", { class: "cursor-mark next" }), "host of the next rank"),
-      make("li", {}, make("span", { class: "cursor-mark" }), "other hosts; pale: to come"),
+      make("li", {}, make("span", { class: "cursor-mark next" }), this.by_step ? "next step" : "host of the next rank"),
+      ...(this.by_step ? [] : [make("li", {}, make("span", { class: "cursor-mark" }), "other hosts")]),
+      make("li", {}, "pale: to come"),
     );
   }
 

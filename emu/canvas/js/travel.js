@@ -179,6 +179,7 @@ export class Travel {
     }
     if (news.closed) {
       app.live = false;
+      app.closed = true;
       app.controls.say(news.closed);
       app.draw();
     }
