@@ -22,6 +22,7 @@ from collections.abc import Container, Hashable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from emu.cost.collectives import transfer_s, wire_bytes
+from emu.cost.collectives.rows import Row, parted, rows_of
 from emu.cost.host_copies import host_copy_s
 from emu.hardware import Chip, Cluster
 from emu.trace.events import Collective, HostCopy, Transfer
@@ -104,8 +105,11 @@ def collective_traffic(event: Collective, cluster: Cluster, others: Mapping[int,
     traffic, parts = Traffic(cluster), others or {}
     if event.kind == "all_to_all" and not any(p.sizes or p.bytes != event.bytes for p in (event, *parts.values())):
         traffic.add_all_to_all(event.members, event.bytes / len(event.members))
+    elif event.kind == "all_to_all":
+        for row in rows_of(event, parts):
+            traffic.add_row(event.members, row)
     else:
-        for source, target, size in _messages(event, cluster, parts):
+        for source, target, size in _messages(event, cluster):
             traffic.add(source, target, size)
     return traffic
 
@@ -203,6 +207,34 @@ class Traffic:
                     sizes[source, ABOVE, rail, "up"] += senders * count * size
                     sizes[target, ABOVE, rail, "down"] += senders * count * size
 
+    def add_row(self, members: Sequence[int], row: Row) -> None:
+        """What some members of an all_to_all send to all; the same as so many single messages, but counted."""
+        cluster, sizes, among = self.cluster, self.sizes, set(row.senders)
+        nodes = [cluster.node_of(member) for member in members]
+        by_node = parted(row, nodes.__getitem__)
+        for i in row.senders:
+            near = by_node.bytes[nodes[i]]
+            sizes[members[i], UP, "out"] += near - row.pieces[i]
+            sizes[members[i], OUT, "out"] += by_node.all_bytes - near
+        for j, piece in enumerate(row.pieces):
+            near = by_node.senders[nodes[j]] - (j in among)
+            far = len(row.senders) - by_node.senders[nodes[j]]
+            self.arriving[members[j]] += (near + far) * piece
+            sizes[members[j], UP, "in"] += near * piece
+            sizes[members[j], OUT, "in"] += far * piece
+        if self.thin is None:
+            return
+        pods = [member // self.thin.pod_devices for member in members]
+        by_pod = parted(row, lambda i: (pods[i], self._rail(members[i])))
+        on_rail, senders = Counter(), Counter(pods[i] for i in row.senders)
+        for (_, rail), size in by_pod.bytes.items():
+            on_rail[rail] += size
+        for (pod, rail), size in by_pod.bytes.items():
+            sizes[pod, ABOVE, rail, "down"] += (len(row.senders) - senders[pod]) * size
+        for pod, count in senders.items():
+            for rail, size in on_rail.items():
+                sizes[pod, ABOVE, rail, "up"] += count * (size - by_pod.bytes[pod, rail])
+
     def _rail(self, target: int) -> int:
         """Messages go to the rail of their target inside their own node first."""
         rails = self.thin is not None and self.thin.kind == "rails"
@@ -229,17 +261,10 @@ def bytes_per_s(cluster: Cluster) -> dict[str, float]:
     return rates
 
 
-def _messages(
-    event: Collective, cluster: Cluster, others: Mapping[int, Collective]
-) -> Iterator[tuple[int, int, float]]:
-    """From which member to which member a collective moves how many bytes; (source, target, bytes)."""
+def _messages(event: Collective, cluster: Cluster) -> Iterator[tuple[int, int, float]]:
+    """From which member to which member a collective other than an all_to_all moves how many bytes; (source, target, bytes)."""
     members, kind, n = event.members, event.kind, len(event.members)
-    if kind == "all_to_all":
-        for source in members:
-            part = others.get(source, event)
-            pieces = part.sizes or (part.bytes / n,) * n
-            yield from ((source, target, size) for target, size in zip(members, pieces) if target != source)
-    elif kind in ("gather", "scatter"):
+    if kind in ("gather", "scatter"):
         root, pieces = members[event.root], event.sizes or (event.bytes / n,) * n
         for member, size in zip(members, pieces):
             if member != root:

@@ -1,7 +1,7 @@
 """The zip that a saved run is: three parts, and no more than their file can answer for.
 
-A few kilobytes of zip can claim to hold gigabytes. So a part may unpack to a hundred times what it takes in the file, and
-no more; what compresses better than that is written as it is.
+A few kilobytes of zip can claim to hold gigabytes. So a part may unpack to fifty times what it takes in the file (records of
+training take fifteen), and no more; what compresses better than that is written as it is.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import IO
 from emu.runfiles.errors import Refused
 
 PARTS = ("run.json", "trace.jsonl", "results.safetensors")
-MOST_TIMES = 100  # what a part may unpack to, over what it takes in the file
+MOST_TIMES = 50  # what a part may unpack to, over what it takes in the file
 SMALL_BYTES = 1 << 20  # a part that unpacks to no more than this may do so from anything
 _ENCRYPTED = 1  # bit of a member's flags
 _KINDS = {

@@ -3,6 +3,9 @@
 Pricing, memory and pictures take a record as it comes from a run. One that comes from a file is gone through once, event by
 event, before anybody works with it: every rank is one of the mesh, every wait has something before it to wait for, and
 memory that is given back had been taken. What ranks must agree about (who takes part in a collective) pricing finds.
+
+What runs at one time shares what it runs on, and the time that pricing takes grows with the square of how much does. So a
+rank has no more than MOST_STREAMS streams, and posts no more than MOST_TOGETHER messages at once.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from emu.cost.collectives import ALGORITHMS, KINDS
+from emu.cost.simulate import NO_TIME
 from emu.real.decoding import DTYPES
 from emu.runfiles.errors import Refused, quoted
 from emu.runfiles.head import MOST_BYTES, MOST_HELD
@@ -34,7 +38,8 @@ from emu.trace.events import (
 )
 from emu.trace.trace import Trace
 
-MOST_STREAMS = 1000  # of a rank; a host that waits for all of them looks at each
+MOST_STREAMS = 128  # of a rank; torch itself has 32 of each priority, and hands them out again and again
+MOST_TOGETHER = 1024  # messages that a rank posts with nothing between them
 RESERVED = ("", "\0")  # no stream's name: all streams, and the host
 COPIES = ("to_host", "from_host")
 USES = ("read", "write", "free")
@@ -80,6 +85,7 @@ class _Record:
         self._on_host = held_by_host
         self._groups: dict[int, tuple[int, ...]] = {}  # members that were looked at, by identity; keeps them
         self._kernels: dict[int, Kernel] = {}
+        self._together = 0  # messages that were posted last, with nothing between them
         self._of: dict[type, Callable[[Any], str | None]] = {
             Kernel: self._kernel,
             Collective: self._collective,
@@ -99,7 +105,10 @@ class _Record:
 
     def problem(self, event: Any) -> str | None:
         """What is wrong with the next event, in words that follow its name."""
-        look = self._of.get(type(event))
+        kind = type(event)
+        if kind is not Transfer and kind not in NO_TIME:
+            self._together = 0
+        look = self._of.get(kind)
         return look(event) if look is not None else None
 
     def _stream(self, name: str) -> str | None:
@@ -145,6 +154,9 @@ class _Record:
         own = {"send": event.src, "recv": event.dst}.get(event.kind)
         if own != self._rank or event.src == event.dst or max(event.src, event.dst) >= self._ranks:
             return f"is a {quoted(event.kind)} from rank {event.src} to rank {event.dst}, which it cannot have"
+        self._together += 1
+        if self._together > MOST_TOGETHER:
+            return f"is one of more than {MOST_TOGETHER} that are posted at once"
         return self._stream(event.stream) or self._stream(event.after) or self._work(event.work)
 
     def _work(self, number: int) -> str | None:

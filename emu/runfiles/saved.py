@@ -70,6 +70,13 @@ def write(run: Run, path: str | os.PathLike[str]) -> None:
         raise EmuError(
             f"a run of {run.mesh.size:,} ranks cannot be saved: a file holds up to {MOST_RANKS:,}", "run a smaller mesh"
         )
+    try:  # what could not be read again
+        check_events(run.trace, run.mesh.size, run._memory.held, run._memory.held_by_host)
+    except Refused as error:
+        problem = str(error).partition(": ")[2]
+        raise EmuError(
+            f"this run cannot be saved: {problem}", "launch the whole program again, and save that run"
+        ) from None
     tensors: list[torch.Tensor] = []
     results = encode(dict(run.results) if isinstance(run.results, Mapping) else list(run.results), tensors)
     head = {
@@ -146,7 +153,7 @@ def _trace(text: bytes, mesh: Mesh) -> Trace:
     try:
         trace = loads(text)
     except TraceError as error:
-        raise Refused("trace.jsonl", f"line {error.line}: {error.problem}") from None
+        raise Refused(f"trace.jsonl, line {error.line}", error.problem) from None
     if dict(trace.axes) != dict(mesh.axes):
         raise Refused("trace.jsonl, line 1", f"its mesh is not the {mesh} of run.json")
     return trace

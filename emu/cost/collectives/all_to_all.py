@@ -10,12 +10,13 @@ torus's grows with its longest axis.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from emu.cost.collectives.axes import Axis
 from emu.cost.collectives.kinds import ROOTED, log2
 from emu.cost.collectives.placement import Placement
 from emu.cost.collectives.rates import filling_s, inside_bytes_per_s, lane_bytes_per_s, posted_s
+from emu.cost.collectives.rows import Row, parted
 from emu.hardware import Cluster, Link
 
 AT_ONCE = 8  # messages that NCCL sends or receives at a time: NVIDIA/nccl@5067397, NCCL_MAX_DEV_WORK_P2P_PER_BATCH
@@ -107,29 +108,31 @@ def axis_load(axis: Axis) -> float:
     return (e * e // 4) / (2 * e) / axis.lanes
 
 
-def uneven_s(
-    nodes: Sequence[int], parts: Mapping[int, Sequence[float]], placement: Placement, cluster: Cluster
-) -> float:
+def uneven_s(nodes: Sequence[int], rows: Sequence[Row], placement: Placement, cluster: Cluster) -> float:
     """The device that sends or receives most decides, where members send different amounts.
 
     Args:
         nodes: of each member.
-        parts: what each member, by its place in the group, sends to each.
+        rows: what members send to each other.
     """
     if placement.kind == "full mesh" and placement.nodes == 1:
-        most = max(piece for i, row in parts.items() for j, piece in enumerate(row) if i != j)
+        most = max(piece for row in rows for j, piece in enumerate(row.pieces) if row.senders != [j])
         return most / lane_bytes_per_s(placement, cluster)
     rates = cluster.node.scale_up.bytes_per_s * placement.reach, cluster.scale_out.bytes_per_s
     send = [[0.0, 0.0] for _ in nodes]  # bytes inside the node, out of it
     receive = [[0.0, 0.0] for _ in nodes]
-    for i, row in parts.items():
-        for j, piece in enumerate(row):
-            if i != j:
-                away = nodes[i] != nodes[j]
-                send[i][away] += piece
-                receive[j][away] += piece
+    all_bytes = 0.0
+    for row in rows:
+        by_node, among = parted(row, nodes.__getitem__), set(row.senders)
+        all_bytes += by_node.all_bytes * len(row.senders)
+        for i in row.senders:
+            send[i][0] += by_node.bytes[nodes[i]] - row.pieces[i]
+            send[i][1] += by_node.all_bytes - by_node.bytes[nodes[i]]
+        for j, piece in enumerate(row.pieces):
+            receive[j][0] += piece * (by_node.senders[nodes[j]] - (j in among))
+            receive[j][1] += piece * (len(row.senders) - by_node.senders[nodes[j]])
     busiest_s = max(amount[away] / rates[away] for amount in (*send, *receive) for away in (0, 1))
     if placement.axes:  # a wire carries no more than if its share of the largest message went to all alike
-        mean = sum(map(sum, parts.values())) / len(nodes)
+        mean = all_bytes / len(nodes)
         busiest_s = max(busiest_s, mean * torus_load(placement.axes) / lane_bytes_per_s(placement, cluster))
     return busiest_s

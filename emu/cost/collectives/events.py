@@ -9,6 +9,7 @@ from emu.cost.collectives.choice import moving_s
 from emu.cost.collectives.kinds import ROOTED, check_known
 from emu.cost.collectives.placement import Placement, place
 from emu.cost.collectives.rates import filling_s, lane_bytes_per_s, posted_s
+from emu.cost.collectives.rows import rows_of
 from emu.hardware import Cluster
 from emu.trace.events import Collective, Transfer
 
@@ -48,16 +49,13 @@ def collective_s(
 
 
 def _all_to_all_s(event: Collective, cluster: Cluster, placement: Placement, others: Mapping[int, Collective]) -> float:
-    n, members = placement.n, event.members
+    members = event.members
     if not event.sizes and all(not o.sizes and o.bytes == event.bytes for o in others.values()):
         return moving_s("all_to_all", event.bytes, placement, cluster)
-    sent = {}
-    for i, member in enumerate(members):
-        part = others.get(member, event)
-        sent[i] = part.sizes or (part.bytes / n,) * n
+    rows = rows_of(event, others)
     fixed_s = posted_s(placement, cluster) + rounds_s(placement, cluster)
-    busiest_s = uneven_s([cluster.node_of(m) for m in members], sent, placement, cluster)
-    return fixed_s + busiest_s + filling_s(max(map(sum, sent.values())), placement, cluster)
+    busiest_s = uneven_s([cluster.node_of(m) for m in members], rows, placement, cluster)
+    return fixed_s + busiest_s + filling_s(max(sum(row.pieces) for row in rows), placement, cluster)
 
 
 def transfer_s(event: Transfer, cluster: Cluster, busiest_bytes: int = 0) -> float:
