@@ -18,7 +18,7 @@ _LIST = re.compile(r"^export\s+\{([^}]*)\};?[ \t]*$", re.MULTILINE)
 
 
 class NoModule(ValueError):
-    """The JavaScript cannot be joined: a file is missing, or imports itself in a circle."""
+    """The JavaScript cannot be joined: a file is missing, imports itself in a circle, or cannot stand in a page."""
 
 
 @lru_cache
@@ -32,11 +32,17 @@ def module(entry: str) -> str:
         entry: "file" (starts from the record in its page) or "widget" (anywidget's).
 
     Raises:
-        NoModule: a file is missing, or two import each other.
+        NoModule: it cannot be joined.
     """
     closed: dict[str, str] = {}
-    text = _joined(entry, (), closed)
-    return "\n".join([*closed.values(), text])
+    last = _joined(entry, (), closed)
+    text = "\n".join([*closed.values(), last])
+    for wrong in ("</script", "<!--"):
+        if wrong in text.lower():
+            raise NoModule(f"the JavaScript has {wrong!r} in it, at which a page's script would end")
+    if re.search(r"^\s*import\b", text, re.MULTILINE):
+        raise NoModule('an import is not of the form: import { a, b as c } from "./x.js";')
+    return text
 
 
 def _joined(name: str, above: tuple[str, ...], closed: dict[str, str]) -> str:

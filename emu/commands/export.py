@@ -26,7 +26,9 @@ def export(
     memory_viz: Annotated[
         Path | None, typer.Option("--memory-viz", help="Write a memory snapshot for pytorch.org/memory_viz.")
     ] = None,
-    html: Annotated[Path | None, typer.Option(help="Write one page with figures, timeline and memory.")] = None,
+    html: Annotated[
+        Path | None, typer.Option(help="Write one page: stepping through it, figures, timeline, memory.")
+    ] = None,
     cluster: Annotated[
         str | None,
         typer.Option(help="Price it on this one, by name or as FILE.toml.", show_default="that which it ran on"),

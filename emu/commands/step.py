@@ -41,6 +41,9 @@ def step(
         ),
     ] = None,
     picture: Annotated[Path | None, typer.Option(help="At the end write a PNG of where it stands.")] = None,
+    html: Annotated[
+        Path | None, typer.Option(help="At the end write one page that steps through the whole program.")
+    ] = None,
     as_json: Json = False,
 ) -> int:
     """Step through a program of many ranks, forth and back.
@@ -53,8 +56,11 @@ def step(
     from emu.spmd import Mesh
     from emu.stepping import step as begin
 
-    if picture is not None:
-        refuse_unwritable("--picture", picture)
+    for option, path in (("--picture", picture), ("--html", html)):
+        if path is not None:
+            refuse_unwritable(option, path)
+    if picture is not None and html is not None and picture.resolve() == html.resolve():
+        raise _bad("the same file is named twice", "give every file a name of its own")
     chosen = int(order) if order.isascii() and order.removeprefix("-").isdigit() else order
     on = Mesh(on=_cluster(cluster), **parse_mesh(mesh))
     with begin(load(program), on, backend=backend, order=chosen) as stepper:
@@ -73,6 +79,8 @@ def step(
             from emu.view import png_bytes, stepping_figure
 
             picture.write_bytes(png_bytes(stepping_figure(stepper.state(), stepper.now.priced())))
+        if html is not None:
+            stepper.save_html(html)
         if as_json:
             print_json({**stepper.state(), "refused": shell.refused})
         return FALSE if stepper.error is not None else DONE

@@ -1,4 +1,4 @@
-"""A run as one HTML page that needs nothing else: its figures, its timeline, its memory. All names are escaped."""
+"""A run as one HTML page that needs nothing else: it steps through the run; figures, timeline, memory. All names are escaped."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from emu.trace.trace import Trace
 if TYPE_CHECKING:
     from emu.cost.timeline import Timeline
 
+MOST_EVENTS = 1_000_000  # about 30 MB of record; beyond it a browser is slow to open the page
+
 
 def run_page(run: Any) -> str:
     """The page.
@@ -18,14 +20,26 @@ def run_page(run: Any) -> str:
     Args:
         run: with mesh, cluster, trace, memory, has_memory, metrics, timeline() and advice().
     """
-    from emu.view.memory import memory_figure
-    from emu.view.report import Heading, Picture, Text, report_html
-    from emu.view.tables import metrics_table
-    from emu.view.timeline import timeline_figure
+    from emu.canvas import page_html, run_record
+    from emu.view.report import Text, report_html, sections_html
 
     title = f"{run.mesh} on {run.cluster.name}"
     if not len(run.trace):
         return report_html(title, [Text("Nothing was recorded.")])
+    sections = _sections(run)
+    if len(run.trace) > MOST_EVENTS:
+        sections.insert(0, Text(f"It has {len(run.trace):,} events, more than a page can step through."))
+        return report_html(title, sections)
+    return page_html(title, run_record(run).whole(), sections_html(sections))
+
+
+def _sections(run: Any) -> list[Any]:
+    """What stands on the page whether or not it can run scripts."""
+    from emu.view.memory import memory_figure
+    from emu.view.report import Heading, Picture, Text
+    from emu.view.tables import metrics_table
+    from emu.view.timeline import timeline_figure
+
     sections: list[Any] = [metrics_table(run.metrics), Heading("Timeline")]
     sections.append(Picture(timeline_figure(_readable(run.timeline())), "What every stream does, and when"))
     sections.append(Heading("Memory"))
@@ -38,7 +52,7 @@ def run_page(run: Any) -> str:
     advice = [str(one) for one in run.advice()]
     if advice:
         sections += [Heading("Advice"), Text("\n\n".join(advice))]
-    return report_html(title, sections)
+    return sections
 
 
 def _readable(timeline: Timeline) -> Timeline:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from emu.hardware import Cluster
@@ -116,8 +117,9 @@ class Keeper:
 
     def look(self, index: int, ranks: list[int]) -> None:
         """Before step `index`, at ranks that may hold something else than before."""
-        for rank in ranks:
-            self._look_at(rank, index)
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():  # an absent parameter refuses every use
+            for rank in ranks:
+                self._look_at(rank, index)
         carried = self._execution.meetings.last
         if carried is not None and carried is not self._last:
             self._last = carried

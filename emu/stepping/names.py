@@ -77,7 +77,7 @@ def _modules_in(value: Any, depth: int = 0) -> Iterator[nn.Module]:
     """Modules, and those in lists, dicts and objects."""
     if isinstance(value, nn.Module):
         yield value
-    elif depth < DEEP and not isinstance(value, Tensor):
+    elif depth < DEEP and not isinstance(value, (Tensor, torch.optim.Optimizer)):
         for _, part in _parts(value):
             yield from _modules_in(part, depth + 1)
 
@@ -85,7 +85,8 @@ def _modules_in(value: Any, depth: int = 0) -> Iterator[nn.Module]:
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     """What is in a list, a dict, or an object: as Python writes it."""
     if isinstance(value, dict):
-        yield from ((f"[{key!r}]", part) for key, part in list(value.items()))
+        for key, part in list(value.items()):
+            yield f"[{'a tensor' if isinstance(key, Tensor) else repr(key)}]", part
     elif isinstance(value, (list, tuple)):
         yield from ((f"[{i}]", part) for i, part in enumerate(list(value)))
     elif not isinstance(value, (Rank, Group, type, nn.Module)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -210,6 +211,24 @@ class Stepper:
     def state(self, times: bool = True) -> dict[str, Any]:
         """Everything but tensors where it stands, as plain data that JSON can carry: see Moment.state."""
         return self.now.state(times)
+
+    def save_html(self, path: str | os.PathLike[str], tensors: bool = True, budget_bytes: int | None = None) -> None:
+        """Writes one HTML file that steps through the whole program, forth and back, without Python and without a network.
+
+        For that the program runs to its end once more, in a run of its own; the stepper stays where it is. Values of small
+        tensors, and collectives chunk by chunk, are in the file as far as they fit, and it says what is not.
+
+        Args:
+            path: of the file, which is written whole or not at all.
+            tensors: whether tensors and collectives are looked at, which takes longer.
+            budget_bytes: of their values, as text; None: 8 MiB.
+
+        Raises:
+            EmuError: a place where no file can be. WentAnotherWay: the program did something else than before.
+        """
+        from emu.stepping.page import save_page
+
+        save_page(self, path, tensors, budget_bytes)
 
     def __repr__(self) -> str:
         return repr(self.now)

@@ -63,7 +63,7 @@ class Held:
 def held(execution: Execution, rank: int) -> dict[str, tuple[Held, Tensor]]:
     """What a rank that stands still holds, by name; tensors themselves, so the caller drops them before it goes on."""
     device = execution.devices.get(rank)
-    if device is None:
+    if device is None or execution.scheduler.threads[rank].done:  # what is left of an ended one waits to be collected
         return {}
     frames = frames_of(execution, rank)
     scopes = [(frame.f_code.co_name, _variables(frame)) for frame in frames]
