@@ -17,7 +17,7 @@ from .workload import Workload
 
 # torch's allocator reserves more than is allocated, in blocks that do not fit what comes next: from memory of runs.
 RESERVED = 1.08
-# A process's CUDA context and kernels, and a communicator's buffers (cost_model.md of the reference: 1 to 2 GB in all).
+# A process's CUDA context and kernels, and a communicator's buffers (1 to 2 GB in all, from memory).
 CONTEXT_BYTES, GROUP_BYTES = 1.5e9, 0.5e9
 BUCKET = 5e8  # elements, DeepSpeed's MEMORY_OPT_ALLREDUCE_SIZE
 GATHERED_LAYERS = 3  # FSDP: the layer at work, the one gathered ahead, and gradients not reduced yet; assumed

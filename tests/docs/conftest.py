@@ -1,0 +1,6 @@
+"""Tests of the site see what it is built from."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "lessons" / "site"))
