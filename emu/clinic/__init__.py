@@ -1,7 +1,9 @@
 """The debugging clinic: faults that distributed training really had, as small broken programs, and what emu says of each.
 
-    emu.clinic.case(27)          # shows itself
-    emu.clinic.case(27).run()    # what emu says of the broken program, and of the mended one
+>>> case = emu.clinic.case(27)  # in a notebook it shows itself
+>>> outcome = case.run()  # what emu says of the broken program, and of the mended one
+>>> outcome.broken.by, outcome.mended.right
+('Deadlock', True)
 
 Every case is one file of `emu.clinic.cases`, to be read from top to bottom, and changed, and run again.
 """

@@ -42,6 +42,9 @@ def chip(name: str) -> Chip:
 def cluster(name: str, nodes: int | None = None) -> Cluster:
     """A cluster by name.
 
+    >>> emu.cluster("h100", nodes=4).n_devices
+    32
+
     Args:
         name: a chip's short name, "h100"; or with a number of devices, "h100-8", that is fewer than a node's or fills
             whole nodes; or a cluster described as a whole, "h100-16384", which is the one that trained Llama 3, or

@@ -11,7 +11,10 @@ FOLDS = ("ep", "etp")  # those that arrange the same ranks once more, for expert
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """Axis sizes from text such as "dp=2,tp=4".
+    """Axis sizes from text.
+
+    >>> emu.parallel.parse_mesh("dp=2,tp=4")
+    {'dp': 2, 'tp': 4}
 
     Raises:
         PlanError: anything else; says which part.

@@ -103,7 +103,11 @@ class Plan:
         return PlanFile.read(path, tuple(field.name for field in fields(cls)))
 
     def to_toml(self) -> str:
-        """The plan as a TOML table, which from_toml reads."""
+        """The plan as a TOML table, which from_toml reads.
+
+        >>> "zero = 3" in emu.Plan("dp=4", zero=3).to_toml()
+        True
+        """
         return written(self)
 
     def axes(self) -> dict[str, int]:

@@ -59,7 +59,11 @@ Placement = Shard | Slices | Replicate | Partial | Only
 
 
 def split_sizes(length: int, parts: int) -> list[int]:
-    """Lengths of the pieces of a balanced cut: they differ by at most one, the longer ones first."""
+    """Lengths of the pieces of a balanced cut: they differ by at most one, the longer ones first.
+
+    >>> emu.spmd.split_sizes(10, 4)
+    [3, 3, 2, 2]
+    """
     short, longer = divmod(length, parts)
     return [short + (i < longer) for i in range(parts)]
 
@@ -88,6 +92,10 @@ class Layout:
         """For every dimension of a whole of that shape, the ranges of it that `rank` holds, end to end, without empty ones.
 
         Shard cuts are balanced. What is partial is held whole.
+
+        >>> layout = emu.Layout({"dp": emu.Shard(0), "tp": emu.Shard(1)})
+        >>> layout.held((4, 6), emu.Mesh(dp=2, tp=2), rank=1)  # rows 0 and 1, columns 3 to 5
+        (((0, 2),), ((3, 6),))
 
         Args:
             name: what to call it in an error.

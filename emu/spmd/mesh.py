@@ -14,6 +14,10 @@ FOLDED = ("edp", "ep", "etp")  # expert axes, which fold the dense ranks of a st
 class Mesh:
     """Ranks along named axes, outermost first: the last axis lies on the nearest links.
 
+    >>> mesh = emu.Mesh(pp=2, dp=2, tp=2)
+    >>> mesh.size, mesh.coords(5)
+    (8, {'pp': 1, 'dp': 0, 'tp': 1})
+
     Args:
         on: the cluster whose devices the ranks fill in order; None means the smallest H100 cluster that fits.
         axes: axis sizes, e.g. `Mesh(pp=2, dp=2, tp=2)`. `ep` and `etp` multiply no devices: they fold the dense ranks

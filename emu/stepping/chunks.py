@@ -1,8 +1,13 @@
 """A collective's algorithm, chunk by chunk, with its real values: who sends which chunk to whom, and what everyone holds.
 
-    walk = s.collective()
-    for hop in walk:
-        print(hop.moves, hop.held[2])
+>>> def program(rank):
+...     return rank.group("dp").all_reduce(torch.tensor([1.0, 2.0]) * (1 + rank), algorithm="ring")
+>>> with emu.step(program, emu.Mesh(dp=2)) as s:
+...     _ = s.until(lambda op: op.rank == 1 and op.name == "all_reduce").next()
+...     for hop in s.collective():
+...         print(hop.number, [f"{move.src} -> {move.dst}" for move in hop.moves], hop.held[0].tolist())
+1 ['0 -> 1', '1 -> 0'] [3.0, 2.0]
+2 ['0 -> 1', '1 -> 0'] [3.0, 6.0]
 
 What everyone holds after the last hop is, bit for bit, what the collective computes (emu.virtual.maths). Where a call
 names no algorithm, the maths adds in group order, and that order is walked; `algorithm="ring"` shows a ring instead.

@@ -26,6 +26,7 @@ exclude_patterns = ["building"]
 nitpicky = True  # a reference that leads nowhere is a warning, and warnings are errors
 
 # Text
+smartquotes = False  # two hyphens are a flag, and quotes are as typed
 source_suffix = {".md": "myst-nb", ".lesson": "myst-nb"}
 myst_heading_anchors = 3
 myst_enable_extensions = ["dollarmath"]

@@ -62,6 +62,10 @@ def overlap(*parts: Action) -> Action:
 def parse(text: str) -> Action:
     """The action that a text says, as `Action` prints it.
 
+    >>> action = emu.parallel.pipeline.parse("2F0")
+    >>> action.stage, action.kind, action.microbatch, str(action)
+    (2, 'F', 0, '2F0')
+
     Raises:
         EmuError: it says none.
     """

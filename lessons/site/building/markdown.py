@@ -39,9 +39,10 @@ def table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def number(value: object) -> str:
-    """A number as people write it, with six digits at most: 1.62e+07, 8.4e-06, 0.816."""
+    """A number as people write it, with six digits at most: 1.62e7, 8.4e-6, 0.816; counts whole: 262,144."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return str(value)
-    if isinstance(value, int) and abs(value) < 1e6:
-        return str(value)
-    return f"{value:.6g}"
+    if isinstance(value, int):
+        return f"{value:,}" if abs(value) >= 10_000 else str(value)
+    mantissa, _, exponent = f"{value:.6g}".partition("e")
+    return f"{mantissa}e{int(exponent)}" if exponent else mantissa
