@@ -226,7 +226,8 @@ class Traffic:
             return
         pods = [member // self.thin.pod_devices for member in members]
         by_pod = parted(row, lambda i: (pods[i], self._rail(members[i])))
-        on_rail, senders = Counter(), Counter(pods[i] for i in row.senders)
+        on_rail: defaultdict[int, float] = defaultdict(float)
+        senders = Counter(pods[i] for i in row.senders)
         for (_, rail), size in by_pod.bytes.items():
             on_rail[rail] += size
         for (pod, rail), size in by_pod.bytes.items():

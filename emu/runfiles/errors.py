@@ -27,3 +27,8 @@ def quoted(value: Any) -> str:
         return "a table" if isinstance(value, dict) else "a list"
     text = ascii(value)
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+
+
+def shown(text: str) -> str:
+    """A text in which a file has a say, as a message may show it: what is no printable character is written as in Python."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

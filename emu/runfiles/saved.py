@@ -17,7 +17,7 @@ import torch
 from emu.cost.standing import Standing
 from emu.hardware import Cluster, HardwareError, cluster
 from emu.runfiles.archive import PARTS, pack, unpack
-from emu.runfiles.errors import Refused
+from emu.runfiles.errors import Refused, shown
 from emu.runfiles.events import check_events
 from emu.runfiles.head import FORMAT, MOST_RANKS, Head
 from emu.spmd import EmuError, Mesh
@@ -118,7 +118,7 @@ def read(path: str | os.PathLike[str], on: Cluster | None = None) -> Saved:
     except Exception as error:
         # OSError, BadZipFile and Refused say what is wrong; the rest is what zip's and safetensors' readers trip over.
         told = isinstance(error, (OSError, zipfile.BadZipFile, Refused))
-        problem = str(error) if told else f"it is damaged: {type(error).__name__}: {error}"
+        problem = shown(str(error) if told else f"it is damaged: {type(error).__name__}: {error}")
         hint = (error.hint if isinstance(error, Refused) else "") or AGAIN
         raise EmuError(f"{path} cannot be read as a saved run: {problem}", hint) from error
 
@@ -181,11 +181,11 @@ def _results(encoded: Any, stored: Mapping[str, torch.Tensor], mesh: Mesh) -> An
         results = decode(encoded, tensors, "results")
     except EmuError as error:
         raise Refused("run.json", error.message) from None
-    if next(tensors, None) is not None:
-        raise Refused("results.safetensors", "it has tensors that are no results")
     whole = isinstance(results, list) and len(results) == mesh.size
     if not whole and (type(results) is not dict or not all(type(r) is int and 0 <= r < mesh.size for r in results)):
         raise Refused("run.json", f"results: it does not hold {mesh.size:,} results, or some by rank")
+    if next(tensors, None) is not None:
+        raise Refused("results.safetensors", "it has tensors that are no results")
     return results
 
 
