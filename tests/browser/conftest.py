@@ -20,14 +20,19 @@ FLAGS = [
 HERE = ("127.0.0.1", "localhost", "")
 
 
+def executable():
+    """The browser that is installed."""
+    path = next(filter(None, map(shutil.which, NAMES)), None)
+    assert path, f"these tests need a browser: none of {', '.join(NAMES)} is in the PATH"
+    return path
+
+
 @pytest.fixture(scope="session")
 def chromium():
     from playwright.sync_api import sync_playwright
 
-    path = next(filter(None, map(shutil.which, NAMES)), None)
-    assert path, f"these tests need a browser: none of {', '.join(NAMES)} is in the PATH"
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=FLAGS)
+        browser = playwright.chromium.launch(executable_path=executable(), args=FLAGS)
         yield browser
         browser.close()
 
