@@ -18,6 +18,7 @@ from emu.view.memory_bars import memory_bars_figure
 from emu.view.mesh import mesh_figure, mesh_html
 from emu.view.notebook import attach
 from emu.view.pipeline import run_schedule_figure, schedule_figure, side_by_side
+from emu.view.records import trace_table
 from emu.view.report import Code, Heading, Picture, Text, report_html, write_report
 from emu.view.roofline import roofline_figure
 from emu.view.routing import routing_figure
@@ -71,6 +72,7 @@ __all__ = [
     "summary_html",
     "summary_tables",
     "timeline_figure",
+    "trace_table",
     "traffic_figure",
     "traffic_table",
     "validated_figure",

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 OWN = "#1f3b73"  # what the chosen rank holds
 PALE = ("#e6ebf2", "#f5f7fa")  # of others, in turns
 MOST_TICKS, MOST_EDGED = 17, 200
+THIN = 0.06  # inches: of what is no wider, an edge would hide much
 LETTER = 0.072  # inches, about the width of a letter in a label
 
 
@@ -49,14 +50,15 @@ def draw_cells(
     for cell in cells:
         (left, right), (top, bottom) = cell.columns, cell.rows
         face = OWN if cell.own else PALE[order[cell.label] % 2]
+        room, tall = inches[0] * (right - left) / wide, inches[1] * (bottom - top) / high
+        edge = 0.8 if min(room, tall) > THIN else 0.25
         axes.add_patch(
             Rectangle(
                 (left, top), right - left, bottom - top, facecolor=face, hatch="///" if cell.summed else None,
                 edgecolor=("#ffffff" if cell.summed else OWN) if cell.own else FAINT_INK,
-                linewidth=0.8 if len(cells) <= MOST_EDGED or cell.own else 0.0, zorder=2 if cell.own else 1,
+                linewidth=edge if len(cells) <= MOST_EDGED or cell.own else 0.0, zorder=2 if cell.own else 1,
             )
         )  # fmt: skip
-        room, tall = inches[0] * (right - left) / wide, inches[1] * (bottom - top) / high
         text = fitted(cell.label, room)
         if text and tall > 0.1:
             axes.text(

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from emu.parallel import Plan
 from emu.spmd import Mesh
-from emu.trace.units import count_text, percent_text, ranks_text
+from emu.trace.units import percent_text, ranks_text
 from emu.view.cells import Cell, draw_cells
+from emu.view.labels import fold
 from emu.view.shares import KINDS, Share, Shares, shares_of
-from emu.view.style import FAINT_INK, drawing
+from emu.view.style import FAINT_INK, drawing, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 CALLED = {"parameters": "parameters", "gradients": "gradients", "optimizer": "optimizer states"}
 MOST_ROWS = 24  # of different layers
+LONGEST = 32  # characters of ranks that are listed
 
 
 def holding_figure(
@@ -42,8 +44,6 @@ def holding_figure(
         PlanError: no plan, or one that does not fit the model; EmuError: no such model or rank, or more than 64 ranks with
             a model.
     """
-    from matplotlib.figure import Figure
-
     if isinstance(plan, Mesh):
         plan = Plan(plan)
     shares = plan if isinstance(plan, Shares) else shares_of(plan, model)
@@ -53,7 +53,7 @@ def holding_figure(
     with drawing():
         lines = {kind: _lines(shares, kind) for kind, _ in kinds}
         high = max((0.19 * len(some) for some in lines.values()), default=0.0)
-        figure = Figure(figsize=(width, 3.4 + (high + 0.9 if kinds else 0.0)), layout="constrained")
+        figure = new_figure(width, 3.4 + (high + 0.9 if kinds else 0.0))
         parts: Any = figure.subfigures(2, 1, height_ratios=[2.6, high + 0.9]) if kinds else [figure]
         above = parts[0].subplots(1, faces)
         face = 0.85 * width / faces, 1.9
@@ -67,7 +67,7 @@ def holding_figure(
             for axes, (kind, name) in zip(panels, kinds):
                 _draw_states(axes, lines[kind], rank, name, 0.75 * width / len(kinds))
         figure.suptitle(title if title is not None else _title(shares, rank), x=0.008, ha="left", fontweight="bold")
-        figure.supxlabel(_note(shares, rank), x=0.008, ha="left", fontsize=8, color=FAINT_INK)
+        figure.supxlabel(fold(_note(shares, rank), 72 * width - 12, 8), x=0.008, ha="left", fontsize=8, color=FAINT_INK)
     return figure
 
 
@@ -81,7 +81,7 @@ def _note(shares: Shares, rank: int) -> str:
     idle = [r for r, share in shares.shares.items() if not share.rows]
     notes = ["numbers in the picture are ranks", "activations of a rank: its tokens, of its layers and hidden units"]
     if idle:
-        notes.append(f"no rows for {ranks_text(idle) if len(idle) < 12 else count_text(len(idle), 'rank')}")
+        notes.append(f"no rows for {named(idle)}")
     whole = sum(shares.elements.values())
     notes += [
         f"{CALLED[kind]} of rank {rank}: {percent_text(shares.held(kind, rank) / whole)}"
@@ -99,10 +99,16 @@ def _together(shares: Mapping[int, Share], part: Any) -> list[tuple[Any, list[in
     return list(found.items())
 
 
+def named(ranks: Sequence[int]) -> str:
+    """Ranks in words, some of them where they are many."""
+    said = ranks_text(list(ranks))
+    return said if len(said) <= LONGEST else f"{', '.join(map(str, ranks[:3]))}, … ({len(ranks):,})"
+
+
 def token_cells(shares: Shares, rank: int, tokens: str = "tokens") -> list[Cell]:
     """Rows and tokens of a batch with the ranks that work on them."""
     return [
-        Cell(columns, rows, ranks_text(ranks), rank in ranks)
+        Cell(columns, rows, named(ranks), rank in ranks)
         for (row_ranges, token_ranges), ranks in _together(shares.shares, lambda s: (s.rows, getattr(s, tokens)))
         for rows in row_ranges
         for columns in token_ranges
@@ -112,7 +118,7 @@ def token_cells(shares: Shares, rank: int, tokens: str = "tokens") -> list[Cell]
 def layer_cells(shares: Shares, rank: int) -> list[Cell]:
     """Layers, and shares of what is inside them, with the ranks that hold them."""
     return [
-        Cell(columns, (run[0], run[-1] + 1), ranks_text(ranks), rank in ranks)
+        Cell(columns, (run[0], run[-1] + 1), named(ranks), rank in ranks)
         for (layers, width), ranks in _together(shares.shares, lambda s: (s.layers, s.width))
         for run in _runs(layers)
         for columns in width
@@ -177,9 +183,7 @@ def _draw_states(axes: Axes, lines: Sequence[Line], rank: int, title: str, wide:
     for row, (_, held) in enumerate(lines):
         whole, at = sum(size for _, size in held), 0.0
         for ranks, size in held:
-            cells.append(
-                Cell((at, at + size / whole), (row + 0.06, row + 0.94), ranks_text(list(ranks)), rank in ranks)
-            )
+            cells.append(Cell((at, at + size / whole), (row + 0.06, row + 0.94), named(ranks), rank in ranks))
             at += size / whole
     draw_cells(axes, cells, 1.0, len(lines), (wide, 0.19 * len(lines)), ticks=False)
     axes.set_yticks([row + 0.5 for row in range(len(lines))], [_cut(name) for name, _ in lines])

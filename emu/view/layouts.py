@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise, product
+from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
-from emu.spmd import EmuError, Layout, Mesh, Only, Partial, Replicate, Shard, Slices
+from emu.spmd import EmuError, Layout, Mesh, Only, Partial, Shard, Slices
+from emu.spmd.mesh import FOLDED
 from emu.trace.units import ranks_text
 from emu.view.cells import Cell, draw_cells
-from emu.view.style import FAINT_INK, drawing
+from emu.view.labels import fold
+from emu.view.style import FAINT_INK, drawing, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -89,8 +92,6 @@ def layout_figure(
     Raises:
         EmuError: a layout that does not fit the mesh or the shape, no such rank, or more than 12 pictures.
     """
-    from matplotlib.figure import Figure
-
     if rank is not None:
         mesh.coords(rank)  # refuses one that is none
     parts = layout_parts(layout, shape, mesh)
@@ -102,7 +103,7 @@ def layout_figure(
             f"draw a layout that cuts at most two dimensions, or a third one in at most {MOST_PANELS} pieces",
         )
     with drawing():
-        figure = Figure(figsize=(width, 0.35 + 2.6 * len(others)), layout="constrained")
+        figure = new_figure(width, 0.35 + 2.6 * len(others))
         panels = figure.subplots(len(others), 1, squeeze=False)[:, 0]
         for axes, where in zip(panels, others):
             own = [part for part in parts if tuple(r for d, r in enumerate(part.box) if d not in dims) == where]
@@ -130,7 +131,7 @@ def layout_figure(
         notes = [
             said for said in (layout_text(layout), "numbers in the picture are ranks", dark, _nothing(absent)) if said
         ]
-        figure.supxlabel("; ".join(notes), x=0.01, ha="left", fontsize=8, color=FAINT_INK)
+        figure.supxlabel(fold("; ".join(notes), 72 * width - 12, 8), x=0.01, ha="left", fontsize=8, color=FAINT_INK)
     return figure
 
 
@@ -194,25 +195,20 @@ def schematic(layout: Layout) -> tuple[tuple[int, ...], Mesh]:
             axes[axis] = len(placed.ranges)
             lengths[placed.dim] = max([stop for some in placed.ranges for _, stop in some], default=1)
         if isinstance(placed, Shard):
-            lengths[placed.dim] = lengths.get(placed.dim, 1) * 2
+            lengths[placed.dim] = lengths.get(placed.dim, 2) * 2
     return _shape(lengths), _mesh(axes)
 
 
 def _shape(lengths: Mapping[int, int]) -> tuple[int, ...]:
     n = max([2, *(d + 1 if d >= 0 else -d for d in lengths)])
     by_dim = {d % n: length for d, length in lengths.items()}
-    return tuple(by_dim.get(d, 1) for d in range(n))
+    return tuple(by_dim.get(d, 4) for d in range(n))
 
 
 def _mesh(axes: Mapping[str, int]) -> Mesh:
+    """Expert axes fold ranks along dp, which has as many as they need."""
     folds = {axis: n for axis, n in axes.items() if axis in ("ep", "etp")}
-    if "edp" in axes or folds:
-        inner = 1
-        for n in folds.values():
-            inner *= n
-        rest = {axis: n for axis, n in axes.items() if axis not in ("ep", "etp", "edp")}
-        return Mesh(**rest, dp=axes.get("edp", 1) * inner, **folds)
-    return Mesh(**axes)
-
-
-__all__ = ["Part", "Replicate", "layout_figure", "layout_parts", "layout_text", "placement_text", "schematic"]
+    dense = {axis: n for axis, n in axes.items() if axis not in FOLDED}
+    if len(dense) < len(axes) and "dp" not in dense:
+        dense["dp"] = prod(folds.values()) * axes.get("edp", 1)
+    return Mesh(**dense, **folds)

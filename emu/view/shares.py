@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import pairwise
 from math import prod
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ import torch
 
 from emu.models import Config, Decoder, config
 from emu.parallel import Batch, Plan, mesh_of, parallelize
-from emu.parallel.context.cut import make_cut
+from emu.parallel.context.cut import Cut, make_cut
 from emu.parallel.pipeline.division.units import layers_of, units_of
 from emu.parallel.pipeline.schedules import make
 from emu.parallel.plan import checked_plan
@@ -143,20 +144,40 @@ def _stages(plan: Plan) -> tuple[tuple[int, ...], ...]:
 
 
 def _share(plan: Plan, mesh: Mesh, rank: int, layers: Iterable[int], width: tuple[tuple[float, float], ...]) -> Share:
-    """Rows and tokens by the code that cuts them, of a group that only says who is where."""
+    """Rows and tokens by the code that cuts them."""
+    at = mesh.coords(rank)
+    dp, cp, tp = ((at.get(axis, 0), mesh.axes.get(axis, 1)) for axis in ("dp", "cp", "tp"))
+    here = ranges(_tokens(plan, *cp).tolist())
+    between = ranges(_between(plan, *cp, *tp).tolist()) if plan.sp else here
+    return Share(_rows(plan, *dp), here, between, tuple(layers), width)
 
-    def group(axis: str) -> Any:
-        members = mesh.members(rank, axis) if axis in mesh.axes else (rank,)
-        return SimpleNamespace(size=len(members), rank=members.index(rank), label=axis)
 
+def _group(index: int, size: int) -> Any:
+    """All that is asked of a group here: who of how many this is."""
+    return SimpleNamespace(size=size, rank=index, label="a group")
+
+
+@lru_cache(4096)
+def _rows(plan: Plan, index: int, size: int) -> tuple[Range, ...]:
     numbers = torch.arange(plan.global_batch)
-    rows = Batch(numbers, numbers, tokens=1).part(group("dp"))[0].tolist()
-    cp = group("cp")
-    tokens = torch.arange(plan.seq)
-    if cp.size > 1:
-        tokens = make_cut(plan.context, plan.seq, cp.size).tokens(cp.rank).positions
-    between = TokenCut(group("tp")).own(tokens, 0) if plan.sp else tokens
-    return Share(ranges(rows), ranges(tokens.tolist()), ranges(between.tolist()), tuple(layers), width)
+    return ranges(Batch(numbers, numbers, tokens=1).part(_group(index, size))[0].tolist())
+
+
+@lru_cache(64)
+def _cut(plan: Plan, size: int) -> Cut:
+    return make_cut(plan.context, plan.seq, size)
+
+
+def _tokens(plan: Plan, index: int, size: int) -> Any:
+    return _cut(plan, size).tokens(index).positions if size > 1 else torch.arange(plan.seq)
+
+
+def _between(plan: Plan, index: int, size: int, tp: int, tp_size: int) -> Any:
+    return TokenCut(_group(tp, tp_size)).own(_tokens(plan, index, size), 0)
+
+
+def _part(held: Sequence[Range], whole: int) -> tuple[tuple[float, float], ...]:
+    return tuple((start / whole, stop / whole) for start, stop in held)
 
 
 def ranges(numbers: Sequence[int]) -> tuple[Range, ...]:
@@ -168,10 +189,6 @@ def ranges(numbers: Sequence[int]) -> tuple[Range, ...]:
         else:
             found.append([number, number + 1])
     return tuple((a, b) for a, b in found)
-
-
-def _part(held: Sequence[Range], whole: int) -> tuple[tuple[float, float], ...]:
-    return tuple((start / whole, stop / whole) for start, stop in held)
 
 
 def _of_model(plan: Plan, mesh: Mesh, make_model: Callable[[], Any]) -> Shares:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from emu.cost.timeline import Timeline
 from emu.cost.traffic import Carried, carried
-from emu.view.style import FAINT_INK, INK, drawing
+from emu.view.style import FAINT_INK, INK, drawing, new_figure
 from emu.view.tables import Table
 from emu.view.traffic_drawn import can_be_drawn, draw_cluster, is_busiest, mixed
 from emu.view.units import bytes_text, count_text, percent_text, rate_text, time_text
@@ -40,8 +40,6 @@ def traffic_figure(source: Any, width: float = 11.0, title: str | None = None) -
     Raises:
         EmuError: a run that cannot be priced.
     """
-    from matplotlib.figure import Figure
-
     timeline = timeline_of(source)
     links = carried(timeline)
     step_s = timeline.step_time_s
@@ -49,7 +47,7 @@ def traffic_figure(source: Any, width: float = 11.0, title: str | None = None) -
     drawn = can_be_drawn(timeline, links)
     with drawing():
         heights = [drawn * width, 0.34 * max(len(levels), 1) + 0.75]
-        figure = Figure(figsize=(width, sum(heights) + 0.35), layout="constrained")
+        figure = new_figure(width, sum(heights) + 0.35)
         if drawn:
             parts: Any = figure.subfigures(2, 1, height_ratios=heights)
             above, below = parts

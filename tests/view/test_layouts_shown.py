@@ -90,9 +90,9 @@ def test_a_third_dimension_is_a_picture_a_piece():
         layout_figure(layout, (2, 2, 20), Mesh(dp=2, cp=2, tp=20))
 
 
-@pytest.mark.parametrize("shape", [(), (0,), (5,), (3, 0), (1000, 2)])
+@pytest.mark.parametrize("shape", [(), (0,), (5,), (3, 0), (200, 2)])
 def test_any_shape_is_drawn(shape):
-    figure = layout_figure(Layout({"dp": Shard(0)} if shape else {}), shape, Mesh(dp=1000), rank=3)
+    figure = layout_figure(Layout({"dp": Shard(0)} if shape else {}), shape, Mesh(dp=200), rank=3)
     assert png_bytes(figure).startswith(b"\x89PNG")
     assert ("empty" in texts(figure)) == (0 in shape)
 

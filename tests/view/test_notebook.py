@@ -47,7 +47,7 @@ def test_each_shows_itself_once(clean, make):
         assert it._repr_png_().startswith(b"\x89PNG") and not hasattr(it, "_repr_html_")
     assert "dp=8 on h100-8" in mesh._repr_html_() and not hasattr(mesh, "_repr_png_")
     html = run._repr_html_()
-    assert "step time" in html and html.count("data:image/png;base64,") == 2
+    assert "step time" in html and html.count("data:image/png;base64,") == 3
 
 
 def test_attaching_twice_changes_nothing(clean):
