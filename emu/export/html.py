@@ -11,7 +11,7 @@ from emu.trace.trace import Trace
 if TYPE_CHECKING:
     from emu.cost.timeline import Timeline
 
-MOST_EVENTS = 1_000_000  # about 30 MB of record; beyond it a browser is slow to open the page
+MOST_EVENTS = 400_000  # about 25 MB of record; with more, a browser is slow to open the page
 
 
 def run_page(run: Any) -> str:
