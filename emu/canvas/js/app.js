@@ -228,6 +228,7 @@ export function mount(element, source) {
     },
     timings: app.timings,
     idle,
+    focus: () => app.root.focus({ preventScroll: true }),
     destroy: () => app.destroy(),
   };
 }

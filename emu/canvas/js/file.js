@@ -6,6 +6,7 @@ const place = document.getElementById("emu-canvas");
 try {
   const record = JSON.parse(document.getElementById("emu-record").textContent);
   window.emuStepper = mount(place, { record, live: false, titled: true });
+  window.emuStepper.focus(); // its keys work at once: nothing else on this page has any
 } catch (error) {
   place.textContent = `This page cannot show its record: ${error.message}. A newer browser, or the file written anew, may help.`;
   throw error;
