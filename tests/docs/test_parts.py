@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
+from collections import Counter
 from importlib import import_module
 from importlib.resources import files
 
@@ -44,6 +46,7 @@ Args:
 
 Raises:
     EmuError: it cannot be."""
+ROOT = readme.ROOT
 WORDS = st.text(st.characters(categories=("L", "N", "P", "S", "Zs"), exclude_characters="`"), max_size=40)
 
 
@@ -93,21 +96,37 @@ def test_without_the_conversion_docstrings_would_not_be_read_as_they_are_written
     assert told.astext() != text.replace("`", "") and read([text])[0].astext() == text.replace("`", "")
 
 
+def described():
+    """Full names on the pages of the contract, as often as they are described there."""
+    text = [PARTS["api"](package) for package in api.PACKAGES] + [PARTS["more"](page) for page in api.MORE]
+    return Counter(re.findall(r"^\.\. auto(?:class|function):: (\S+)$", "\n".join(text), re.M))
+
+
 def test_every_public_object_says_what_it_is_for_and_is_described_once():
-    described = {}
+    found = described()
+    assert set(found.values()) == {1} and {f"emu.{name}" for name in emu.__all__ if name != "spmd"} <= set(found)
+    for full in found:
+        module, _, name = full.rpartition(".")
+        assert inspect.getdoc(getattr(import_module(module), name)), full
     for package in api.PACKAGES:
         text = PARTS["api"](package)
-        for full in re.findall(r"^\.\. auto(?:class|function):: (\S+)$", text, re.M):
-            described[full] = described.get(full, 0) + 1
-        module = import_module(package)
-        for name in module.__all__:
-            assert f"{package}.{name}" in text, name
-    assert set(described.values()) == {1}
-    for full in described:
-        package, _, name = full.rpartition(".")
-        value = getattr(import_module(package), name)
-        assert inspect.getdoc(value), full
-    assert {f"emu.{name}" for name in emu.__all__ if name != "spmd"} <= set(described)
+        assert all(f"{package}.{name}" in text for name in import_module(package).__all__)
+    folders = [path.parent for path in (ROOT / "emu").glob("*/__init__.py")]
+    packages = {f"emu.{folder.name}" for folder in folders if hasattr(import_module(f"emu.{folder.name}"), "__all__")}
+    assert packages - set(api.PACKAGES) <= {"emu.demo", "emu.runfiles"}  # `emu demo`, and the form of saved runs
+
+
+def test_what_the_readme_and_lessons_use_is_described():
+    found = described()
+    blocks = re.findall(r"```python\n(.*?)```", readme.whole(), re.S)
+    lessons = [path.read_text(encoding="utf-8") for path in (ROOT / "lessons").glob("*.py")]
+    used = [node for text in (*blocks, *lessons) for node in ast.walk(ast.parse(text)) if type(node) is ast.ImportFrom]
+    names = {(node.module, alias.name) for node in used if str(node.module).startswith("emu") for alias in node.names}
+    assert len(names) > 60
+    for module, name in names:
+        value = getattr(import_module(module), name, None)
+        if inspect.isclass(value) or inspect.isroutine(value):
+            assert api.home().get(id(value)) in found, (module, name)
 
 
 def test_what_a_plan_and_a_group_offer_is_described():

@@ -16,6 +16,7 @@ PARTS: dict[str, Callable[..., str]] = {
     "readme": readme.whole,
     "section": readme.section,
     "api": api.package,
+    "more": api.more,
     "modules": api.modules,
     "commands": commands.all_of_them,
     "json": commands.all_keys,

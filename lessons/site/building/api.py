@@ -26,21 +26,60 @@ PACKAGES = (
     "emu.testing",
     "emu.clinic",
     "emu.view",
+    "emu.canvas",
     "emu.export",
 )
+# Modules that programs and lessons reach into, and the page of each.
+MORE = {
+    "parallel": (
+        *("emu.parallel.checkpointing", "emu.parallel.context", "emu.parallel.expert", "emu.parallel.attention.flash"),
+        *("emu.parallel.attention.tiles", "emu.parallel.attention.traffic"),
+    ),
+    "models": ("emu.models.huggingface",),
+    "cost": ("emu.cost.collectives", "emu.cost.prices", "emu.cost.moe"),
+    "records": ("emu.trace.events", "emu.trace.compare", "emu.trace.trace", "emu.trace.memory"),
+    "view": ("emu.view.roofline", "emu.view.units", "emu.view.validated"),
+    "validate": ("emu.validate.reading", "emu.validate.report"),
+}
 
 
 @cache
 def home() -> dict[int, str]:
     """Identity of every public object -> the dotted name under which it is documented."""
     found: dict[int, str] = {}
-    for package in PACKAGES:
+    for package in (*PACKAGES, *(name for names in MORE.values() for name in names)):
         module = importlib.import_module(package)
-        named = {name: getattr(module, name) for name in module.__all__}
+        named = {name: getattr(module, name) for name in public(module)}
         own = [name for name, value in named.items() if getattr(value, "__name__", "") == name]
         for name in (*own, *named):  # one that has two names here is described under its own
             found.setdefault(id(named[name]), f"{package}.{name}")
     return found
+
+
+def public(module: ModuleType) -> list[str]:
+    """Names that a module offers: those of `__all__`, else its own functions and classes that say what they do."""
+    if hasattr(module, "__all__"):
+        return list(module.__all__)
+    own = [(name, value) for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
+    return [
+        name
+        for name, value in own
+        if not name.startswith("_") and (inspect.isclass(value) or inspect.isroutine(value)) and value.__doc__
+    ]
+
+
+def more(page: str) -> str:
+    """Modules of `MORE`, a section each: what they say of themselves, and what of theirs is described nowhere else."""
+    parts = []
+    for name in MORE[page]:
+        module = importlib.import_module(name)
+        lines = [f".. automodule:: {name}", "   :no-members:", ""]
+        for each in sorted(public(module), key=str.lower):
+            value, full = getattr(module, each), f"{name}.{each}"
+            if home()[id(value)] == full and (inspect.isclass(value) or inspect.isroutine(value)):
+                lines += _documented("autoclass" if inspect.isclass(value) else "autofunction", full)
+        parts += [f"## `{name}`", _eval_rst(lines)]
+    return "\n\n".join(parts) + "\n"
 
 
 def package(name: str) -> str:
