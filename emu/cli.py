@@ -79,8 +79,10 @@ def _code(argv: list[str]) -> int:
 
 
 def _complain(failure: Failure, argv: list[str]) -> int:
+    from emu.trace.units import plain_text
+
     if "--json" not in argv or not print_json({"error": failure.error, "hint": failure.hint}):
-        typer.echo(f"error: {failure.error}\n hint: {failure.hint}", err=True)
+        typer.echo(plain_text(f"error: {failure.error}\n hint: {failure.hint}"), err=True)
     return failure.code
 
 

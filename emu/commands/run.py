@@ -111,17 +111,19 @@ def run(
         return code
     from rich.console import Console
 
+    from emu.trace.units import plain_text
+
     console = Console()
     if table is not None:
         console.print(table.rich())
     for rank, result in enumerate(shown[:4]):
-        console.print(f"rank {rank} returned {_cut(str(result))}", markup=False, highlight=False)
+        console.print(plain_text(f"rank {rank} returned {_cut(str(result))}"), markup=False, highlight=False)
     if len(shown) > 4:
         console.print(f"(and {len(shown) - 4} more ranks: see --json)", markup=False, highlight=False)
     for one in advice:
-        console.print(f"advice: {one}", markup=False, highlight=False)
+        console.print(plain_text(f"advice: {one}"), markup=False, highlight=False)
     if proof is not None:
-        console.print(str(proof), markup=False, highlight=False)
+        console.print(plain_text(str(proof)), markup=False, highlight=False)
     return code
 
 

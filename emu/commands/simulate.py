@@ -146,7 +146,7 @@ def _show(run: Simulated) -> None:
     """Prints a table, and what to do if the step does not fit."""
     from rich.console import Console
 
-    from emu.trace.units import bytes_text, percent_text
+    from emu.trace.units import bytes_text, percent_text, plain_text
     from emu.view.tables import metrics_table
 
     console, metrics = Console(), run.metrics
@@ -160,4 +160,4 @@ def _show(run: Simulated) -> None:
     if len(run.trace.ranks) < run.mesh.size:
         notes.append(f"{len(run.trace.ranks)} of {run.mesh.size:,} ranks ran; the others do what one of them does")
     for line in (*notes, *run.why_not()):
-        console.print(line, markup=False, highlight=False)
+        console.print(plain_text(line), markup=False, highlight=False)

@@ -130,7 +130,9 @@ class Shell:
         self._long |= {"collective": "c", "chunks": "c", "state": "s", "show": "s"}
 
     def say(self, text: str) -> None:
-        print(text, file=self.out, flush=True)
+        from emu.trace.units import plain_text
+
+        print(plain_text(text), file=self.out, flush=True)
 
     def run(self, lines: Any) -> None:
         """Until there are no more, or one says q."""

@@ -61,7 +61,9 @@ def verify(
     if as_json:
         print_json(verdict.as_dict())
     else:
-        typer.echo(str(verdict))
+        from emu.trace.units import plain_text
+
+        typer.echo(plain_text(str(verdict)))
     return DONE if verdict else FALSE
 
 

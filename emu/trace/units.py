@@ -46,3 +46,14 @@ def ranks_text(ranks: list[int]) -> str:
     if len(ranks) > 2 and ranks == list(range(ranks[0], ranks[-1] + 1)):
         return f"{ranks[0]} to {ranks[-1]}"
     return ", ".join(map(str, ranks)) or "none"
+
+
+def plain_text(text: str) -> str:
+    """A text as a terminal may be given it: what is no printable character is written as in Python, "\\x1b" for an escape.
+
+    Names come from programs and files; a terminal would obey an escape sequence in one, and cannot show half a surrogate pair.
+    Lines and tabs stay.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)

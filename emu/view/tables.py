@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING, Any
 
+from emu.trace.units import plain_text
 from emu.view.units import bytes_text, count_text, percent_text, time_text
 
 if TYPE_CHECKING:
@@ -89,8 +90,8 @@ class Table:
         if squeezed:
             notes = [f"{row[0]}: {row[last]}" for row in self.rows if row[last]] + notes
         table = RichTable(
-            title=Text(self.title) if self.title else None,
-            caption=Text("\n".join(notes)) if notes else None,
+            title=Text(plain_text(self.title)) if self.title else None,
+            caption=Text(plain_text("\n".join(notes))) if notes else None,
             title_justify="left",
             caption_justify="left",
             box=box.SIMPLE_HEAD,
@@ -98,9 +99,11 @@ class Table:
         columns = range(last) if squeezed else range(last + 1)
         for i in columns:
             # The names of the rows keep their width: numbers without them say nothing.
-            table.add_column(Text(self.headers[i]), justify="left" if i in self.left else "right", no_wrap=i == 0)
+            table.add_column(
+                Text(plain_text(self.headers[i])), justify="left" if i in self.left else "right", no_wrap=i == 0
+            )
         for row in self.rows:
-            table.add_row(*(Text(str(row[i])) for i in columns))
+            table.add_row(*(Text(plain_text(str(row[i]))) for i in columns))
         return table
 
     def html(self) -> str:

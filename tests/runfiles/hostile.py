@@ -70,8 +70,33 @@ def with_events(parts: Mapping[str, bytes], *lines: list[Any], axes: Any = None,
 
 NUMBERS = st.one_of(st.integers(-2, 9), st.sampled_from([2**31, 2**62, 2**63 - 1, 2**63, 10**12, 10**30, -(2**63)]))
 TEXTS = st.sampled_from(
-    ["", "0", "../../etc/passwd", "/dev/zero", "\0", "\ud800", "<b>", "\x1b[31m", "dp", "event 7", "side", "all_gather"]
-    + ["float64", "bfloat16", "optimizer", "recompute", "attention_backward", "tree", "recv", "parameters", "from_host"]
+    (
+        *(
+            "",
+            "0",
+            "../../etc/passwd",
+            "/dev/zero",
+            "\0",
+            "\ud800",
+            "<b>",
+            "\x1b[31m",
+            "dp",
+            "event 7",
+            "side",
+            "all_gather",
+        ),
+        *(
+            "float64",
+            "bfloat16",
+            "optimizer",
+            "recompute",
+            "attention_backward",
+            "tree",
+            "recv",
+            "parameters",
+            "from_host",
+        ),
+    )
 )
 # Values of every kind where another should be.
 VALUES = st.one_of(

@@ -58,7 +58,7 @@ def looked_at(run: emu.Run) -> None:
         and timeline.spans.keys() == {*run.trace.ranks}
     )
     assert chrome_json(timeline) and perfetto_bytes(timeline, memory) and snapshot_bytes(memory, timeline)
-    assert [*map(str, run.advice())] != None
+    assert all(str(one) for one in run.advice())
     if any(True for _ in run.trace.of(Use)):
         assert repr(run.hazards())
 
