@@ -11,9 +11,11 @@ import weakref
 import zlib
 
 import IPython.display
+import nbformat
 import pytest
 from canvas.reader import Reader, carried
 from ipywidgets import Widget
+from nbconvert import HTMLExporter
 from step.stepped import MESH, ring, steppers_threads, training
 
 import emu
@@ -203,3 +205,18 @@ def test_stepping_alone_imports_nothing_of_widgets():
     )
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert told.strip() == "[]"
+
+
+@pytest.mark.parametrize("executed", [False, True])
+def test_exported_to_html_it_is_its_picture(s, monkeypatch, executed):
+    outputs = []
+    monkeypatch.setattr(IPython.display, "publish_display_data", outputs.append)
+    s._ipython_display_()
+    shown = [nbformat.v4.new_output("display_data", data) for data in outputs]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("s", outputs=shown)])
+    if executed:  # nbconvert --execute keeps what widgets know, though there is no kernel that they could ask
+        state = {widget_of(s).model_id: {"model_name": "AnyModel", "model_module": "anywidget", "state": {}}}
+        notebook.metadata["widgets"] = {"application/vnd.jupyter.widget-state+json": {"state": state}}
+    html, _ = HTMLExporter().from_notebook_node(notebook)
+    assert html.count(f"data:image/png;base64,{outputs[0]['image/png']}") == 1
+    assert ("while its kernel runs" in html) != executed
