@@ -51,10 +51,12 @@ def traffic_figure(source: Any, width: float = 11.0, title: str | None = None) -
         if drawn:
             parts: Any = figure.subfigures(2, 1, height_ratios=heights)
             above, below = parts
-            draw_cluster(above.subplots(), timeline, links)
+            draw_cluster(above.subplots(), timeline, links, 72 * width)
         else:
             below = figure
         _draw_levels(below.subplots(), levels, links, step_s)
+        if left_out := _left_out(timeline):
+            figure.supxlabel(left_out, x=0.008, ha="left", fontsize=8, color=FAINT_INK)
         figure.suptitle(title if title is not None else _title(timeline, links), x=0.008, ha="left", fontweight="bold")
     return figure
 
@@ -142,9 +144,9 @@ def _draw_levels(axes: Axes, levels: Sequence[str], links: Sequence[Carried], st
     axes.tick_params(axis="y", length=0)
     axes.set_ylim(len(levels) - 0.4, -0.6)
     axes.set_xlim(0, 1.5 * top)
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: percent_text(value)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.3g} %"))
     axes.set_xlabel(
-        "share of the step for which each link would be busy at full bandwidth; a stroke a link and direction"
+        "share of the step that each link would be busy at full bandwidth; a stroke for each link and direction"
     )
     axes.spines["left"].set_visible(False)
     if not levels:

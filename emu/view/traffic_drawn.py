@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from emu.cost.loads import OUT, SWITCHED, UP, WIRE
 from emu.cost.traffic import Carried
+from emu.view.labels import cut
 from emu.view.style import CURVE_COLOURS, FAINT_INK, INK, ink_on
 from emu.view.units import bytes_text
 from emu.view.wiring import MOST_DEVICES, places
@@ -53,13 +54,17 @@ def can_be_drawn(timeline: Timeline, links: Sequence[Carried]) -> float:
     return 0.34 if across else 0.2
 
 
-def draw_cluster(axes: Axes, timeline: Timeline, links: Sequence[Carried]) -> None:
-    """Draws the devices that ran, in their nodes."""
+def draw_cluster(axes: Axes, timeline: Timeline, links: Sequence[Carried], width: float) -> None:
+    """Draws the devices that ran, in their nodes.
+
+    Args:
+        width: of the picture in points.
+    """
     top = max(link.utilisation(1.0) for link in links)
     if _wired(timeline.cluster):
         _draw_wires(axes, timeline, links, top)
     else:
-        _draw_switches(axes, timeline, links, top)
+        _draw_switches(axes, timeline, links, top, width)
     axes.set_axis_off()
 
 
@@ -72,23 +77,27 @@ def _wired(cluster: Any) -> bool:
     return cluster.node.shape is not None and cluster.node.shape.kind not in SWITCHED
 
 
-def _draw_switches(axes: Axes, timeline: Timeline, links: Sequence[Carried], top: float) -> None:
+def _draw_switches(axes: Axes, timeline: Timeline, links: Sequence[Carried], top: float, width: float) -> None:
     """Devices in a row, the switches of their nodes below them, and the network above."""
     from matplotlib.patches import FancyBboxPatch
 
     cluster, devices = timeline.cluster, _devices(timeline)
-    at = {device: i + 0.7 * cluster.node_of(device) for i, device in enumerate(devices)}
+    nodes = {node: i for i, node in enumerate(dict.fromkeys(map(cluster.node_of, devices)))}
+    at = {device: i + 0.7 * nodes[cluster.node_of(device)] for i, device in enumerate(devices)}
+    left, right = -0.4, max(max(at.values()) + 0.6, 7.0)
+    span = right - left + 0.2
     sizes = {(link.level, link.place, link.way): link for link in links if link.level in (UP, OUT)}
     across = any(link.level == OUT for link in links)
     for level, end in ((UP, NODE_Y), *(((OUT, NETWORK_Y),) if across else ())):
         for device, x in at.items():
             both = [sizes.get((level, device, way)) for way in ("out", "in")]
             _draw_pair(axes, x, end, both, top, len(devices))
-    for node in dict.fromkeys(map(cluster.node_of, devices)):
+    for node in nodes:
         own = [at[device] for device in devices if cluster.node_of(device) == node]
-        _bar(axes, min(own) - 0.4, max(own) + 0.4, NODE_Y, f"node {node}: {cluster.node.topology or 'switch'}")
+        name = f"node {node}: {cluster.node.topology or 'switch'}"
+        _bar(axes, min(own) - 0.4, max(own) + 0.4, NODE_Y, name, width / span)
     if across:
-        _bar(axes, -0.4, max(at.values()) + 0.4, NETWORK_Y, f"network: {cluster.scale_out.name}")
+        _bar(axes, left, max(at.values()) + 0.4, NETWORK_Y, f"network: {cluster.scale_out.name}", width / span)
     for device, x in at.items():
         box = FancyBboxPatch(
             (x - 0.27, DEVICE_Y - 0.2), 0.54, 0.4, boxstyle="round,pad=0.02", facecolor=DEVICE, edgecolor=FAINT_INK,
@@ -96,17 +105,19 @@ def _draw_switches(axes: Axes, timeline: Timeline, links: Sequence[Carried], top
         )  # fmt: skip
         axes.add_patch(box)
         axes.text(x, DEVICE_Y, str(device), ha="center", va="center", fontsize=8, color=ink_on(DEVICE), zorder=4)
-    axes.set_xlim(-0.6, max(max(at.values()) + 0.6, 7))
+    axes.set_xlim(left - 0.2, right)
     axes.set_ylim(NODE_Y - 0.45, (NETWORK_Y if across else DEVICE_Y) + 0.45)
 
 
-def _bar(axes: Axes, left: float, right: float, y: float, name: str) -> None:
+def _bar(axes: Axes, left: float, right: float, y: float, name: str, points: float) -> None:
+    """A switch, with as much of its name as there is room for at so many points a unit."""
     from matplotlib.patches import Rectangle
 
     axes.add_patch(
         Rectangle((left, y - 0.2), right - left, 0.4, facecolor=SWITCH, edgecolor=FAINT_INK, linewidth=0.6, zorder=3)
     )
-    axes.text((left + right) / 2, y, name, ha="center", va="center", fontsize=8, zorder=4, clip_on=True)
+    shown = cut(name, (right - left) * points - 8, 8)
+    axes.text((left + right) / 2, y, shown, ha="center", va="center", fontsize=8, zorder=4, clip_on=True)
 
 
 def _draw_pair(axes: Axes, x: float, end: float, both: Sequence[Carried | None], top: float, crowd: int) -> None:
