@@ -305,3 +305,9 @@ def test_a_part_that_nobody_writes_is_an_error():
     assert expanded("% a comment\ntext") == "% a comment\ntext"
     with pytest.raises(KeyError):
         expanded("% from nowhere")
+
+
+def test_the_site_stays_out_of_what_is_installed():
+    project = parse_toml((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    assert project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"] == ["emu"]
+    assert {"sphinx", "myst-nb", "furo"} <= set(project["project"]["optional-dependencies"]["docs"])

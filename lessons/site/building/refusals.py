@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from building.markdown import plain, table
+from building.markdown import code, plain, table
 from building.readme import section
 from emu.models import Config, Decoder
 from emu.parallel import Plan, check_fit
@@ -38,17 +38,21 @@ def rows() -> list[list[str]]:
     return [[cell.strip().strip("`") for cell in line.strip("|").split(" | ")] for line in lines]
 
 
+def fields(plan: str) -> dict[str, Any]:
+    """The fields of a plan that is written as arguments of `Plan`."""
+    call = ast.parse(f"f({plan})", mode="eval").body
+    assert isinstance(call, ast.Call)
+    return {word.arg: ast.literal_eval(word.value) for word in call.keywords if word.arg}
+
+
 def refused(plan: str, model: str) -> PlanError:
     """What emu says to a plan, written as arguments of `Plan`, for a model of the table.
 
     Raises:
         ValueError: it is not refused.
     """
-    call = ast.parse(f"f({plan})", mode="eval").body
-    assert isinstance(call, ast.Call)
-    wish: dict[str, Any] = {word.arg: ast.literal_eval(word.value) for word in call.keywords if word.arg}
     try:
-        asked = Plan(**wish)
+        asked = Plan(**fields(plan))
         if model != "any":
             check_fit(_made(model), asked)
     except PlanError as error:
@@ -61,8 +65,18 @@ def all_refused() -> str:
     told = []
     for plan, model, _, nearest in rows():
         error = refused(plan, model)
-        told.append((f"`{plan}`", plain(model), plain(error.message), plain(error.hint), f"`{nearest}`"))
-    return table(("plan", "model", "what emu says", "its hint", "nearest"), told)
+        said = plain(f"{error.message}. Hint: {error.hint}")
+        told.append((_words(plan), plain(model), _words(nearest), said))
+    return table(("plan", "model", "nearest", "what emu says"), told)
+
+
+def _words(plan: str) -> str:
+    """A plan's fields as code, each in one piece."""
+    return ", ".join(code(f"{name}={_written(value)}") for name, value in fields(plan).items())
+
+
+def _written(value: object) -> str:
+    return f'"{value}"' if isinstance(value, str) else str(value)
 
 
 def _made(model: str) -> nn.Module:
