@@ -115,7 +115,7 @@ def _figure(lines: Sequence[_Line], end: float, name: str, unit: _Unit, width: f
                 held[-1] = line.held[-1]
             axes.fill_between(at, 0, held, step="post", facecolor=CATEGORY_PAINTS["activations"].colour, linewidth=0)
             axes.step(at, held, where="post", color=INK, linewidth=0.7, label=f"rank {line.rank}")
-            axes.set_ylabel(f"rank {line.rank}", rotation=0, ha="right", va="center")
+            axes.set_ylabel(f"rank {line.rank}", rotation=0, ha="right", va="center", labelpad=10, fontweight="bold")
             peak = float(lines[place].held.max(initial=0.0))
             axes.annotate(
                 f"peak {unit.text(peak)}",

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from emu.cost.collectives import Placement, choose
 from emu.cost.errors import PricingError
 from emu.spmd import EmuError
-from emu.view.style import CURVE_COLOURS, CURVE_MARKERS, drawing, new_figure
+from emu.view.labels import legend_below
+from emu.view.style import CURVE_COLOURS, CURVE_LOOKS, drawing, new_figure
 from emu.view.units import bytes_text, rate_text, time_text
 
 if TYPE_CHECKING:
@@ -53,22 +54,22 @@ def algorithms_figure(
     with drawing():
         figure = new_figure(width, 0.42 * width)
         left, right = figure.subplots(1, 2)
+        every = min(len(curves), 4)  # each curve's markers begin elsewhere: those of equal curves are all seen
         for axes, of in ((left, lambda t, size: t), (right, lambda t, size: size / t)):
             values = [of(choice.seconds, size) for choice, size in zip(taken, sizes)]
             axes.plot(sizes, values, color=CURVE_COLOURS[0], linewidth=6, solid_capstyle="round", label="the library's")
             for i, (name, times) in enumerate(curves.items()):
-                colour = CURVE_COLOURS[1 + i % (len(CURVE_COLOURS) - 1)]
-                marker = CURVE_MARKERS[1 + i % (len(CURVE_MARKERS) - 1)]
+                colour, marker = CURVE_LOOKS[i % len(CURVE_LOOKS)]
                 values = [of(t, size) for t, size in zip(times, sizes)]
                 axes.plot(
                     sizes, values, color=colour, marker=marker, markersize=3.2, linewidth=1.2, label=name.replace("_", " "),
-                    linestyle="-" if i < len(CURVE_COLOURS) - 1 else ":",
+                    linestyle="-" if i < len(CURVE_COLOURS) - 1 else ":", markevery=(i % every, every),
                 )  # fmt: skip
             _log(axes, time_text if axes is left else lambda value: rate_text(value, "B/s"))
         left.set_title("time", loc="left")
-        right.set_title("message over time", loc="left")
+        right.set_title("bytes of the message over time", loc="left")
         handles, labels = left.get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=min(8, len(labels)))
+        legend_below(figure, handles, labels, side="center")
         nodes = f"{placement.nodes} nodes" if placement.nodes > 1 else "one node"
         shown = title or f"{kind.replace('_', ' ')} of {placement.n} devices in {nodes}, {cluster.chip.name}"
         figure.suptitle(shown, x=0.008, ha="left", fontsize=11, fontweight="bold")

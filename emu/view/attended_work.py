@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 MOST_NUMBERS = 16
 MOST_TICKS = 16
 COLUMN_INCHES, BARS_INCHES = 0.55, 1.1
+MATRIX_INCHES, MOST_INCHES = 8.0, 15.0  # of a heat map without numbers, and of all that stand beside each other
 BUSY = "#35456c"
 _PAPER = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}  # behind numbers that lines cross
 
@@ -47,11 +48,14 @@ def attended_work_figure(
     if run is not None:
         flops = measured(run)
         panels.append(("the run's kernels", percent(flops)))
-    columns = [max(shares.shape[1], 2) * COLUMN_INCHES for _, shares in panels]
+    steps = max(shares.shape[1] for _, shares in panels)
+    inches = COLUMN_INCHES if steps <= MOST_NUMBERS else MATRIX_INCHES / steps
+    columns = [max(shares.shape[1] * inches, 2 * COLUMN_INCHES) for _, shares in panels]
     most = max(float(shares.max(initial=0.0)) for _, shares in panels)
     longest = max(float(shares.sum(1).max(initial=0.0)) for _, shares in panels)
     many = max(len(shares) for _, shares in panels)
-    lines = [list(range(len(panels)))] if len(panels) <= 3 else _in_lines(len(panels))
+    beside = max(1, min(3, int(MOST_INCHES / (max(columns) + BARS_INCHES + 1.2))))
+    lines = _in_lines(len(panels), beside)
     need = [sum(columns[i] + BARS_INCHES + 1.2 for i in line) for line in lines]
     with drawing():
         figure = new_figure(width or max(*need, 5.0), len(lines) * (0.3 * min(max(many, 3), 16) + 1.25) + 0.5)
@@ -65,15 +69,18 @@ def attended_work_figure(
                 name, shares = panels[i]
                 _draw_heat(heat, shares, most)
                 _draw_bars(bars, shares.sum(1), longest)
-                heat.set_title(f"{name}\nbusiest rank: {imbalance(shares):.2f} x mean", loc="left", fontsize=9)
+                said = f"{name}\nbusiest rank: {imbalance(shares):.2f} x mean"
+                if max(shares.shape) > MOST_NUMBERS:  # no numbers in it
+                    said += f"; darkest: {most:.2g} %"
+                heat.set_title(said, loc="left", fontsize=9)
         said = "attended pairs by rank and step, percent of all" if title is None else title
         figure.suptitle(said, x=0.008, ha="left", fontsize=11.5, fontweight="bold")
     return figure
 
 
-def _in_lines(n: int) -> list[list[int]]:
-    """Panels in lines of about equal length, at most three each."""
-    count = -(-n // 3)
+def _in_lines(n: int, most: int) -> list[list[int]]:
+    """Panels in lines of about equal length, at most so many each."""
+    count = -(-n // most)
     return [[int(i) for i in line] for line in np.array_split(np.arange(n), count)]
 
 
@@ -88,7 +95,8 @@ def _draw_heat(axes: Axes, shares: np.ndarray, most: float) -> None:
             red, green, blue, _ = colours(float(shares[i, j]) / (most or 1.0))
             said = f"{shares[i, j]:.1f}" if shares[i, j] else "–"
             ink = ink_on(to_hex((red, green, blue)))
-            axes.text(j, i, said, ha="center", va="center", fontsize=8, color=ink)
+            inside = axes.text(j, i, said, ha="center", va="center", fontsize=8, color=ink)
+            inside.set_in_layout(False)  # else hundreds are measured
     axes.set_xticks(range(0, steps, -(-steps // MOST_TICKS)))
     axes.set_yticks(range(0, ranks, -(-ranks // MOST_TICKS)))
     axes.set_xlabel("step")
@@ -109,7 +117,8 @@ def _draw_bars(axes: Axes, loads: np.ndarray, longest: float) -> None:
     axes.set_yticks([])
     axes.set_xticks([])
     axes.spines["bottom"].set_visible(False)
-    axes.set_xlabel("sum")
+    axes.set_xlabel("sum (%)")
     if len(loads) <= MOST_NUMBERS:
         for place, load in zip(places, loads):
-            axes.text(load + longest * 0.05, place, f"{load:.1f}", va="center", fontsize=8, bbox=_PAPER)
+            at = mean if load < mean < load + 0.55 * longest else load  # beyond the line that would cross the number
+            axes.text(at + longest * 0.05, place, f"{load:.1f}", va="center", fontsize=8, bbox=_PAPER)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from emu.hardware import Chip
 from emu.parallel.attention.tiles import Shape, tiles_for
 from emu.parallel.attention.traffic import backward_traffic, forward_traffic, plain_traffic
 from emu.spmd import EmuError
+from emu.view.labels import legend_below
 from emu.view.style import CURVE_COLOURS, FAINT_INK, INK, drawing, new_figure
 from emu.view.units import byte_unit, bytes_text
 
@@ -72,7 +73,7 @@ def attention_traffic_figure(
         _by_length(left, shape, lengths, chip)
         _by_memory(right, shape, chip)
         named = {label: handle for axes in (left, right) for handle, label in zip(*axes.get_legend_handles_labels())}
-        figure.legend(named.values(), named.keys(), loc="outside lower center", ncols=len(named))
+        legend_below(figure, [*named.values()], [*named], side="center")
         shown = title or f"attention and HBM: a layer of {heads} heads of {head_dim}, one sequence, {chip.name}"
         figure.suptitle(shown, x=0.008, ha="left", fontsize=11.5, fontweight="bold")
     return figure
@@ -88,9 +89,9 @@ def _by_length(axes: Axes, shape: Shape, lengths: Sequence[int], chip: Chip) -> 
     axes.plot(lengths, scores, color=SCORES, linewidth=1.1, linestyle=":", label="scores of one head")
     _log_axes(axes, "sequence length in tokens", "HBM bytes, forward and backward")
     axes.set_xticks(lengths[:: math.ceil(len(lengths) / MOST_TICKS)])
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value / 1024:g}k" if value >= 1024 else f"{value:g}")
+    axes.xaxis.set_major_formatter(lambda value, _: _tokens(value))
     axes.minorticks_off()
-    axes.set_ylim(bottom=min(scores) / 1.5)
+    axes.set_ylim(bottom=min(*scores, *(size for size, _ in _memories(chip))) / 2)
     axes.set_title(f"by sequence length, tiles in {bytes_text(_tile_bytes(chip))}", loc="left")
     for size, name in _memories(chip):
         axes.axhline(size, color=FAINT_INK, linewidth=0.8, zorder=0)
@@ -98,7 +99,8 @@ def _by_length(axes: Axes, shape: Shape, lengths: Sequence[int], chip: Chip) -> 
             f"{name} {bytes_text(size)}", (1, size), xycoords=("axes fraction", "data"), xytext=(0, 2), ha="right",
             textcoords="offset points", fontsize=8, color=FAINT_INK,
         )  # fmt: skip
-    for n, most, least in ((lengths[0], plain[0], flash[0]), (lengths[-1], plain[-1], flash[-1])):
+    ends = {lengths[0]: (plain[0], flash[0]), lengths[-1]: (plain[-1], flash[-1])}
+    for n, (most, least) in ends.items():
         below, side = (-7, "left") if n == lengths[0] else (-22, "right")
         axes.annotate(
             f"{most / least:.2g} x less", (n, least), xytext=(0, below), va="top", ha=side,
@@ -109,11 +111,13 @@ def _by_length(axes: Axes, shape: Shape, lengths: Sequence[int], chip: Chip) -> 
 def _by_memory(axes: Axes, shape: Shape, chip: Chip) -> None:
     least = 2 ** int(np.ceil(np.log2(_least_tile(shape))))
     sizes = np.geomspace(least, max(4 * (chip.l2_bytes or 0), 2**28), 60)
-    axes.plot(sizes, [_plain(shape)] * len(sizes), color=PLAIN, linewidth=2, label="spelled out")
-    axes.plot(sizes, [_flash(shape, int(size)) for size in sizes], color=FLASH, linewidth=2, label="flash")
+    looks: Any = {"linewidth": 2, "markersize": 3.5}
+    axes.plot(sizes, [_plain(shape)] * len(sizes), "o-", color=PLAIN, markevery=6, label="spelled out", **looks)
+    flash = [_flash(shape, int(size)) for size in sizes]
+    axes.plot(sizes, flash, "s-", color=FLASH, markevery=6, label="flash", **looks)
     once = _once(shape)
     axes.axhline(once, color=INK, linewidth=1.0, linestyle="--", label="everything once")
-    _log_axes(axes, "memory that a tile lies in", "")
+    _log_axes(axes, "memory that a tile lies in", "HBM bytes, forward and backward")
     axes.set_ylim(bottom=once / 1.6)
     axes.set_title(f"by memory, at {shape.queries:,} tokens", loc="left")
     for size, name in _memories(chip):
@@ -171,6 +175,11 @@ def _log_axes(axes: Axes, across: str, up: str) -> None:
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.set_xlabel(across)
     axes.set_ylabel(up)
+
+
+def _tokens(n: float) -> str:
+    """A length: 4096 is "4k", and 5000 "5,000"."""
+    return f"{n / 1024:,.0f}k" if n >= 1024 and n % 1024 == 0 else f"{n:,.0f}"
 
 
 def _size(n_bytes: float) -> str:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from emu.parallel.checkpointing import Policy
+from emu.view.labels import legend_below, text_width
 from emu.view.style import CURVE_COLOURS, CURVE_MARKERS, FAINT_INK, INK, drawing, new_figure
 from emu.view.units import byte_unit
 
@@ -72,42 +73,60 @@ def frontier_figure(
         for family in FAMILIES
     }
     everything = [*points.values(), *(cost for line in lines.values() for cost in line.values())]
-    unit, unit_bytes = byte_unit(max(cost.memory for cost in everything))
+    unit, unit_bytes = byte_unit(min(cost.memory for cost in everything))
     with drawing():
         figure = new_figure(width, 5.0)
         axes = figure.subplots()
         axes.set_xscale("log", base=2)
         axes.set_yscale("log", base=2)
         _edge(axes, everything, unit_bytes)
+        named = {(cost.compute, cost.memory) for cost in points.values()}
         for i, (family, line) in enumerate(lines.items()):
             x, y = zip(*line.values())
             label, colour = FAMILIES[family], CURVE_COLOURS[i + 1]
             axes.plot(x, np.array(y) / unit_bytes, color=colour, linewidth=1.2, marker=".", zorder=2, label=label)
             for c, cost in line.items():
-                if c not in (1, layers):  # which have names of their own: full and naive, or all layers at once
+                own = (cost.compute, cost.memory) in named
+                if c not in (1, layers) and not own:  # which have names: full and naive, or all layers at once
                     left = family == "every"
                     _name(axes, f"C={c}", cost, unit_bytes, (-7, -3) if left else (7, 1), colour, right=left)
+        alike: dict[Cost, list[str]] = {}
         for name, cost in points.items():
             axes.plot(cost.compute, cost.memory / unit_bytes, "o", color=INK, markersize=5, zorder=3)
-            side = _PLACES.get(name, (7, 4))
-            _name(axes, name, cost, unit_bytes, side, INK, bold=True)
+            alike.setdefault(cost, []).append(name)
+        for cost, names in alike.items():
+            side = _PLACES.get(names[0], (7, 4))
+            _name(axes, ", ".join(names), cost, unit_bytes, side, INK, bold=True)
         for name, (forwards, peak) in (measured or {}).items():
             at = 1 + forwards / (3 * layers)
             look: Any = {"color": CURVE_COLOURS[3], "markersize": 9, "markeredgewidth": 1.6, "zorder": 4}
             label = "measured in a run" if name == next(iter(measured or {})) else None
             axes.plot(at, peak / unit_bytes, "x", label=label, **look)
         low, high = axes.get_xlim()
+        longest = max(text_width(", ".join(names), 9.0, True) for names in alike.values()) + 12
+        high = max(high, max(cost.compute for cost in alike) ** (1 + longest / (72 * width - 60 - longest)) * 1.05)
         axes.set_xlim(min(low, 0.93), high * 1.12)
         axes.set_xticks([t for t in (1, 4 / 3, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64) if t < high * 1.12])
         axes.xaxis.set_minor_locator(NullLocator())
         axes.yaxis.set_minor_formatter(NullFormatter())
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}x"))
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}"))
+        _ticks_of_bytes(axes)
         axes.set_xlabel("compute of a step, against one without checkpointing (a backward is two forwards)")
         axes.set_ylabel(f"peak activation memory of the layers ({unit})")
         axes.legend(loc="upper right")
-        axes.set_title(f"checkpointing {layers} layers: memory against compute" if title is None else title, loc="left")
+        said = f"checkpointing {layers} layer{'s' * (layers != 1)}: memory against compute"
+        axes.set_title(said if title is None else title, loc="left")
     return figure
+
+
+def _ticks_of_bytes(axes: Axes) -> None:
+    """Powers of two where they are few enough to be told apart; in a small range 1, 2 and 5 of every power of ten."""
+    from matplotlib.ticker import FuncFormatter, LogLocator
+
+    low, high = axes.get_ylim()
+    if high < 8 * low:
+        axes.yaxis.set_major_locator(LogLocator(10, subs=(1, 1.5, 2, 3, 4, 5, 7)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.3g}" if value < 1000 else f"{value:,.0f}"))
 
 
 _PLACES = {"full": (8, 2), "sqrt": (8, -11), "halving": (7, 5), "naive": (7, 5), "none": (8, 2)}
@@ -195,7 +214,7 @@ def checkpointing_growth_figure(
     ordered = sorted(layers)
     made = {name: [Policy.named(name, n) for n in ordered] for name in policies}
     memory = {name: [p.peak_bytes(input_bytes, layer_bytes) for p in some] for name, some in made.items()}
-    unit, unit_bytes = byte_unit(max(map(max, memory.values())))
+    unit, unit_bytes = byte_unit(min(map(min, memory.values())))
     with drawing():
         figure = new_figure(width, 4.6)
         left, right = figure.subplots(1, 2)
@@ -225,7 +244,6 @@ def checkpointing_growth_figure(
             )
             axes.set_xlabel("layers")
             axes.set_title(about, loc="left")
-        handles, labels = left.get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
+        legend_below(figure, *left.get_legend_handles_labels(), side="center")
         figure.suptitle(title, x=0.008, ha="left", fontsize=11.5, fontweight="bold")
     return figure

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -11,6 +11,7 @@ from emu.parallel.attention.tokens import values
 from emu.parallel.context.cut import Cut
 from emu.view.bars import sample_ranks
 from emu.view.context_work import Share, check_cuts, imbalance, name_of, percent, planned, ring_of
+from emu.view.labels import legend_below
 from emu.view.mesh import COORDINATES
 from emu.view.style import FAINT_INK, INK, Paint, drawing, ink_on, new_figure
 
@@ -95,7 +96,7 @@ def ring_figure(cut: Cut, row: int = 0, width: float = 10.0, title: str | None =
 def _said(cut: Cut, row: int) -> str:
     """What stands above the picture of a ring."""
     shared = f", {cut.ulysses} share heads" if cut.ulysses > 1 else ""
-    said = f"{name_of(cut)}{shared}: busiest rank {imbalance(planned(cut)):.2f} x mean"
+    said = f"{name_of(cut)}{shared}: who attends to what; busiest rank {imbalance(planned(cut)):.2f} x mean"
     if cut.documents is not None and len(cut.documents) > 1:
         said += f"; row {row} of {len(cut.documents)}"
     places = len(ring_of(cut))
@@ -255,14 +256,17 @@ def _draw_total(axes: Axes, percent: float, most: float, even: float) -> None:
 
 
 def _ring_legend(figure: Figure, used: set[str], turns: bool) -> None:
+    from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
     drawn = [name for name in PIECES if name in used]
-    handles = [
+    handles: list[Any] = [
         Patch(facecolor=PIECES[name].colour, hatch=PIECES[name].hatch, edgecolor=BUSY, linewidth=0.5) for name in drawn
     ]
     labels = [f"attends {name}" for name in drawn]
     if turns:
         handles += [Patch(facecolor=colour, edgecolor=FAINT_INK, linewidth=0.3) for colour in (BEFORE, LATER)]
         labels += ["in an earlier step", "in a later step"]
-    figure.legend(handles, labels, loc="outside lower left", ncols=len(handles))
+        handles.append(Line2D([], [], color=BUSY, linewidth=4.0, solid_capstyle="butt"))
+        labels.append("edges: whose queries (left) and keys (top)")
+    legend_below(figure, handles, labels)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
 
 from emu.hardware import chip as chip_of
 from emu.hardware import chip_names
@@ -70,9 +72,9 @@ def flops_decade_figure(
         axes = figure.subplots()
         for label, x in columns.items():
             _draw_chip(axes, label, dated[label], x)
-        for style in FORMATS:
-            _draw_best(axes, style, dated, columns)
+        ends = [end for style in FORMATS if (end := _draw_best(axes, style, dated, columns))]
         _finish(axes, dated, columns, title)
+        _name_ends(axes, ends, 72 * 0.56 * width - 70)
     return figure
 
 
@@ -122,7 +124,28 @@ def _draw_chip(axes: Axes, label: str, chip: Chip, x: float) -> None:
     named.set_zorder(4)
 
 
-def _draw_best(axes: Axes, style: Format, chips: Mapping[str, Chip], columns: Mapping[str, float]) -> None:
+class End(NamedTuple):
+    """Where a format's line ends, at the best of its chips."""
+
+    name: str
+    x: float
+    flops_per_s: float
+
+
+def _name_ends(axes: Axes, ends: Sequence[End], height: float) -> None:
+    """The formats' names beside their lines' ends, moved apart where these lie close. `height` of the axes is in points."""
+    low, high = np.log(axes.get_ylim())
+    free = -np.inf
+    for name, x, rate in sorted(ends, key=lambda end: end.flops_per_s):
+        own = (np.log(rate) - low) / (high - low) * height
+        free = max(own, free)
+        axes.annotate(
+            name, (x, rate), xytext=(4, free - own), textcoords="offset points", color=INK, va="center", fontsize=8.5
+        )
+        free += 12
+
+
+def _draw_best(axes: Axes, style: Format, chips: Mapping[str, Chip], columns: Mapping[str, float]) -> End | None:
     """A step for each chip that beats all before it in this format."""
     xs, best = [], []
     for label, x in columns.items():
@@ -131,14 +154,12 @@ def _draw_best(axes: Axes, style: Format, chips: Mapping[str, Chip], columns: Ma
             xs.append(x)
             best.append(peak.flops_per_s)
     if not best:
-        return
+        return None
     end = max(columns.values()) + 0.3
     axes.step(
         [*xs, end], [*best, best[-1]], where="post", color=style.colour, linestyle=style.dashes, linewidth=1.1, zorder=2
     )
-    axes.annotate(
-        style.name, (end, best[-1]), xytext=(4, 0), textcoords="offset points", color=INK, va="center", fontsize=8.5
-    )
+    return End(style.name, end, best[-1])
 
 
 def _finish(axes: Axes, chips: Mapping[str, Chip], columns: Mapping[str, float], title: str) -> None:
@@ -156,6 +177,7 @@ def _finish(axes: Axes, chips: Mapping[str, Chip], columns: Mapping[str, float],
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.grid(axis="y", color="#e6e6e6", linewidth=0.6, zorder=0)
     axes.set_xlabel("year of announcement")
+    axes.set_ylabel("peak")
     axes.set_title(f"{title}: {growth(chips)}", loc="left")
     handles = [
         Line2D([], [], color=s.colour, marker=s.marker, linestyle=s.dashes, markersize=5.5, linewidth=1.1, label=s.name)

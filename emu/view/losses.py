@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from emu.view.style import CURVE_COLOURS, CURVE_MARKERS, FAINT_INK, drawing, new_figure
+from emu.view.labels import legend_below
+from emu.view.style import CURVE_COLOURS, CURVE_LOOKS, FAINT_INK, drawing, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 MOST_MARKERS = 30
+MOST_POINTS = 120  # of a curve that are marked one by one
 
 
-def loss_figure(losses: Mapping[str, Sequence[float]], width: float = 8.0, title: str = "loss") -> Figure:
+def loss_figure(losses: Mapping[str, Sequence[float]], width: float = 8.0, title: str = "loss by step") -> Figure:
     """Draws the first curve as a thick line, the others as markers on it, and below how far they lie apart.
 
     Args:
@@ -27,6 +29,8 @@ def loss_figure(losses: Mapping[str, Sequence[float]], width: float = 8.0, title
     Raises:
         ValueError: no curve at all.
     """
+    from matplotlib.ticker import MaxNLocator, StrMethodFormatter
+
     if not losses:
         raise ValueError('there is no loss to draw; give {"1 device": [...], "8 devices": [...]}')
     curves = {name: np.asarray(values, dtype=float).reshape(-1) for name, values in losses.items()}
@@ -37,7 +41,9 @@ def loss_figure(losses: Mapping[str, Sequence[float]], width: float = 8.0, title
             2 if others else 1, 1, sharex=True, squeeze=False, height_ratios=[2, 1][: 1 + bool(others)]
         )
         above, below = panels[0, 0], panels[-1, 0]
-        above.plot(range(len(reference)), reference, color=CURVE_COLOURS[0], linewidth=5, label=first, zorder=1)
+        few = len(reference) <= MOST_POINTS  # among them one alone, or between two that are no numbers
+        look: Any = {"linewidth": 5, "marker": "o" if few else "", "markersize": 5, "markeredgewidth": 0}
+        above.plot(range(len(reference)), reference, color=CURVE_COLOURS[0], label=first, zorder=1, **look)
         for i, (name, curve) in enumerate(others):
             colour, marker = _look(i)
             every = max(1, len(curve) // MOST_MARKERS)
@@ -54,18 +60,19 @@ def loss_figure(losses: Mapping[str, Sequence[float]], width: float = 8.0, title
             )
         above.set_ylabel("loss")
         above.set_title(title, loc="left")
-        above.legend(loc="upper right")
+        legend_below(figure, *above.get_legend_handles_labels())
         if others:
             _draw_differences(below, first, reference, others)
         below.set_xlabel("step")
         longest = max(map(len, curves.values()))
         below.set_xlim(-0.5, max(longest - 0.5, 0.5))
-        below.xaxis.get_major_locator().set_params(integer=True)
+        below.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+        below.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     return figure
 
 
 def _look(i: int) -> tuple[str, str]:
-    return CURVE_COLOURS[1:][i % (len(CURVE_COLOURS) - 1)], CURVE_MARKERS[1:][i % (len(CURVE_MARKERS) - 1)]
+    return CURVE_LOOKS[i % len(CURVE_LOOKS)]
 
 
 def _draw_differences(axes: Axes, first: str, reference: np.ndarray, others: Sequence[tuple[str, np.ndarray]]) -> None:
@@ -84,7 +91,9 @@ def _draw_differences(axes: Axes, first: str, reference: np.ndarray, others: Seq
         smallest = min(smallest, float(np.min(apart, initial=np.inf, where=apart > 0)))
         colour, marker = _look(i)
         drawn = np.where((apart == 0) | ~np.isfinite(apart), np.nan, apart)  # a log axis has no zero
-        axes.plot(range(len(drawn)), drawn, marker=marker, color=colour, markersize=3, linewidth=0.8, fillstyle="none")
+        every = max(1, len(drawn) // MOST_POINTS)
+        points: Any = {"marker": marker, "markersize": 3, "fillstyle": "none", "markevery": (i % every, every)}
+        axes.plot(range(len(drawn)), drawn, color=colour, linewidth=0.8, **points)
     axes.set_ylabel("difference")
     longest = max(len(reference), *(len(curve) for _, curve in others))
     steps = "at every step" if compared == longest else f"in the first {compared} steps"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from emu.view.style import CATEGORY_PAINTS, FAINT_INK, INK, OTHER_CATEGORY, drawing, new_figure
+from emu.view.labels import legend_below
+from emu.view.style import FAINT_INK, INK, category_paints, drawing, hatch_ink, new_figure
 from emu.view.units import byte_unit, bytes_text, percent_text, time_unit
 
 if TYPE_CHECKING:
@@ -71,7 +72,9 @@ def memory_figure(
             x, x_end, label = _axis(memory, r, events, timeline)
             _draw_stack(axes, x, x_end, sizes / unit_bytes, categories)
             axes.set_ylabel(f"memory ({unit})")
-            which = f"rank {r}" + (f", the highest peak of {len(have)} ranks" if rank is None and len(have) > 1 else "")
+            which = f"memory of rank {r}" + (
+                f", the highest peak of {len(have)} ranks" if rank is None and len(have) > 1 else ""
+            )
             axes.set_title(title if title is not None else which, loc="left")
             if events.size:
                 _annotate_peak(axes, x, sizes, unit_bytes)
@@ -130,9 +133,10 @@ def _draw_stack(axes: Axes, x: np.ndarray, x_end: float, sizes: np.ndarray, cate
         return
     x = np.append(x, x_end)
     below = np.zeros(len(x))
+    paints = category_paints(categories)
     for name, size in zip(categories, sizes, strict=True):
         above = below + np.append(size, size[-1])
-        colour, hatch = CATEGORY_PAINTS.get(name, OTHER_CATEGORY)
+        colour, hatch = paints[name]
         axes.fill_between(
             x,
             below,
@@ -140,7 +144,7 @@ def _draw_stack(axes: Axes, x: np.ndarray, x_end: float, sizes: np.ndarray, cate
             step="post",
             facecolor=colour,
             hatch=hatch or None,
-            edgecolor="#ffffff",
+            edgecolor=hatch_ink(colour),
             linewidth=0.0,
             label=name,
         )
@@ -164,7 +168,7 @@ def _annotate_peak(axes: Axes, x: np.ndarray, sizes: np.ndarray, unit_bytes: flo
 
 
 def _draw_capacity(axes: Axes, capacity: int | None, own_top: float, top: float, unit_bytes: float) -> None:
-    if not capacity:
+    if not capacity or not top:
         return
     if top >= IN_SIGHT * capacity:
         axes.axhline(capacity / unit_bytes, color="#b00020", linewidth=1.2, linestyle=(0, (6, 3)))
@@ -190,16 +194,13 @@ def _set_height(axes: Axes, capacity: int | None, top: float, unit_bytes: float)
 
 
 def category_legend(
-    figure: Figure, categories: Sequence[str], side: Literal["left", "right"] = "left", most: int = 8
+    figure: Figure, categories: Sequence[str], side: Literal["left", "right"] = "left", share: float = 1.0
 ) -> None:
-    """The colours of memory's categories, below the figure, at its left or right side, at most so many in a row."""
+    """The colours of memory's categories, below the figure, at its left or right side, in this share of its width."""
     from matplotlib.patches import Patch
 
-    handles = []
-    for name in categories:
-        colour, hatch = CATEGORY_PAINTS.get(name, OTHER_CATEGORY)
-        handles.append(Patch(facecolor=colour, hatch=hatch, edgecolor="#ffffff", linewidth=0.0, label=name))
-    if handles:
-        columns = min(len(handles), most)
-        where: Any = f"outside lower {side}"
-        figure.legend(handles=handles, loc=where, ncols=columns, handlelength=2.2)
+    handles = [
+        Patch(facecolor=colour, hatch=hatch, edgecolor=hatch_ink(colour), linewidth=0.0, label=name)
+        for name, (colour, hatch) in category_paints(categories).items()
+    ]
+    legend_below(figure, handles, side=side, share=share)

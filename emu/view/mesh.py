@@ -7,7 +7,8 @@ from html import escape
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from emu.view.bars import sample_ranks
-from emu.view.style import FAINT_INK, INK, drawing, ink_on, new_figure
+from emu.view.labels import text_width
+from emu.view.style import FAINT_INK, drawing, ink_on, new_figure
 from emu.view.units import rate_text
 
 if TYPE_CHECKING:
@@ -72,12 +73,22 @@ def _who_talks(mesh: Mesh, cluster: Any, axis: str) -> str:
     crossing = [group for group in groups if cluster is not None and cluster.crosses_nodes(group)]
     members = (crossing or groups)[0]
     some = ", ".join(map(str, members[:8])) + (", …" if len(members) > 8 else "")
+    if len(members) < 2:
+        return f"{axis}=1: rank {some} is alone along {axis}"
     said = f"{axis}={mesh.axes[axis]}: ranks {some} are one {axis} group"
     if cluster is None or len(members) < 2:
         return said
     link = cluster.link(members)
     where = "across nodes" if crossing else "inside a node"
     return f"{said}, {where} ({link.name}, {rate_text(link.bandwidth_bytes_per_s, 'B/s')})"
+
+
+def _said_of(mesh: Mesh, cluster: Any, axis: str) -> str:
+    """What stands above the devices coloured by one axis."""
+    if not axis:
+        return "one device"
+    said, size = _who_talks(mesh, cluster, axis), mesh.axes[axis]
+    return said + (f"; colour: place along {axis}, from 0 (dark) to {size - 1} (light)" if size > 1 else "")
 
 
 def mesh_figure(mesh: Mesh, cluster: Any = None, width: float = 11.0) -> Figure:
@@ -99,16 +110,17 @@ def mesh_figure(mesh: Mesh, cluster: Any = None, width: float = 11.0) -> Figure:
     lines = -(-per_node // columns)
     panels = max(len(axes_shown), 1)
     with drawing():
+        room = (72 * width - 80) / max(columns, 8) * 0.94 - 2
         height = panels * (len(shown) * (lines + 0.35) * 0.45 + 0.45) + 0.5
         figure = new_figure(width, height)
         for axes, axis in zip(figure.subplots(panels, 1, squeeze=False)[:, 0], axes_shown or [""], strict=True):
             for line, node in enumerate(shown):
                 own = [place for place in places if place.node == node]
-                _draw_node(axes, mesh, own, axis, line * (lines + 0.35), columns, len(nodes) > 1)
+                _draw_node(axes, mesh, own, axis, line * (lines + 0.35), columns, len(nodes) > 1, room)
             axes.set_xlim(-0.1, max(columns, 8) + 0.1)  # one device is no wider than one of eight
             axes.set_ylim(len(shown) * (lines + 0.35), -0.2)
             axes.axis("off")
-            axes.set_title(_who_talks(mesh, cluster, axis) if axis else "one device", loc="left", fontsize=9)
+            axes.set_title(_said_of(mesh, cluster, axis), loc="left", fontsize=9)
         heading = f"{mesh} on {cluster.name}" if cluster is not None else str(mesh)
         if len(shown) < len(nodes):
             heading += f": {len(shown)} of {len(nodes)} nodes shown"
@@ -117,29 +129,32 @@ def mesh_figure(mesh: Mesh, cluster: Any = None, width: float = 11.0) -> Figure:
 
 
 def _draw_node(
-    axes: Axes, mesh: Mesh, places: Sequence[Place], axis: str, top: float, columns: int, named: bool
+    axes: Axes, mesh: Mesh, places: Sequence[Place], axis: str, top: float, columns: int, named: bool, room: float
 ) -> None:
+    """One node's devices. `room` is what a device has for words, in points."""
     from matplotlib.patches import Rectangle
 
     if named:
         axes.text(-0.15, top + 0.5, f"node {places[0].node}", ha="right", va="center", fontweight="bold")
     for place in places:
         line, column = divmod(place.slot, columns)
-        colour, text = UNUSED, ""
+        colour, text = UNUSED, "free" if room > 24 else ""
         if place.rank is not None:
             coords = mesh.coords(place.rank)
             colour = _colour(coords[axis], mesh.axes[axis]) if axis else COORDINATES[2]
             text = f"{place.rank}"
             # A dozen devices a line leave room for the coordinates too.
             if columns <= 8 and coords:
-                text += "\n" + " ".join(f"{name}{i}" for name, i in coords.items())
-        axes.add_patch(
-            Rectangle(
-                (column + 0.03, top + line + 0.04), 0.94, 0.92, facecolor=colour, edgecolor=FAINT_INK, linewidth=0.6
-            )
+                where = " ".join(f"{name}{i}" for name, i in coords.items())
+                text += "\n" + where if text_width(where, 8.0) <= room else ""
+        box = Rectangle(
+            (column + 0.03, top + line + 0.04), 0.94, 0.92, facecolor=colour, edgecolor=FAINT_INK, linewidth=0.6
         )
-        ink = ink_on(colour) if place.rank is not None else INK
-        axes.text(column + 0.5, top + line + 0.5, text, ha="center", va="center", fontsize=8, color=ink)
+        box.set_in_layout(False)  # else hundreds are measured
+        axes.add_patch(box)
+        ink = ink_on(colour) if place.rank is not None else FAINT_INK
+        inside = axes.text(column + 0.5, top + line + 0.5, text, ha="center", va="center", fontsize=8, color=ink)
+        inside.set_in_layout(False)
 
 
 def mesh_html(mesh: Mesh, cluster: Any = None) -> str:

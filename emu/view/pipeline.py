@@ -9,6 +9,8 @@ import numpy as np
 
 from emu.parallel.pipeline import Schedule, Timed, Times
 from emu.parallel.pipeline.actions import COMPUTE, B, F, I, W
+from emu.view.bars import merge
+from emu.view.labels import legend_below
 from emu.view.pipeline_bars import (
     as_timed,
     as_timeline,
@@ -215,9 +217,11 @@ def _draw(axes: Axes, boxes: Sequence[Box], points: float, row_inches: float, ch
     for (kind, chunk), some in groups.items():
         sides = np.array([(b.left, b.right, b.top, b.bottom) for b in some], dtype=float)
         left, right, top, bottom = sides.T
-        corners = np.stack([left, bottom, left, top, right, top, right, bottom], axis=1).reshape(-1, 4, 2)
+        corners = _corners(left, right, top, bottom)
         colour = shade(kind, chunk, chunks)
         edged = float(np.median(right - left)) * points >= EDGE_POINTS
+        if not edged:
+            corners = _joined(left, right, top, bottom)
         bars = PolyCollection(
             corners,  # type: ignore[arg-type]
             facecolors=colour,
@@ -229,6 +233,21 @@ def _draw(axes: Axes, boxes: Sequence[Box], points: float, row_inches: float, ch
         axes.add_collection(bars, autolim=False)
         numbered |= _number(axes, some, colour, points, row_inches)
     return numbered
+
+
+def _corners(left: np.ndarray, right: np.ndarray, top: np.ndarray, bottom: np.ndarray) -> np.ndarray:
+    """[n, 4, 2]"""
+    return np.stack([left, bottom, left, top, right, top, right, bottom], axis=1).reshape(-1, 4, 2)
+
+
+def _joined(left: np.ndarray, right: np.ndarray, top: np.ndarray, bottom: np.ndarray) -> np.ndarray:
+    """The corners of bars, those that touch made one: seams between bars of a pixel's width would be stripes."""
+    parts = []
+    for low, high in sorted({*zip(top, bottom)}):
+        own = (top == low) & (bottom == high)
+        bars = merge(left[own], right[own])
+        parts.append(_corners(bars[:, 0], bars[:, 1], np.full(len(bars), low), np.full(len(bars), high)))
+    return np.concatenate(parts)
 
 
 def _number(axes: Axes, boxes: Sequence[Box], colour: str, points: float, row_inches: float) -> bool:
@@ -268,11 +287,10 @@ def _legend(figure: Figure, seen: dict[str, int]) -> None:
     labels = [f"{kind}: {NAMES[kind]}" for kind in kinds]
     if not handles:
         return
-    figure.legend(
-        handles,  # type: ignore[arg-type]  # the handler map takes tuples
+    legend_below(
+        figure,
+        handles,
         labels,
-        loc="outside lower left",
-        ncols=len(handles),
         handlelength=1.6 * len(shown),
         handler_map={tuple: HandlerTuple(ndivide=None, pad=0.0)},
     )

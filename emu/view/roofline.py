@@ -9,12 +9,16 @@ import numpy as np
 
 from emu.hardware import Chip
 from emu.spmd import EmuError
-from emu.view.style import CURVE_COLOURS, CURVE_MARKERS, FAINT_INK, INK, drawing, new_figure
+from emu.view.labels import cut, text_width
+from emu.view.style import CURVE_LOOKS, FAINT_INK, INK, drawing, new_figure
 from emu.view.units import rate_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+
+MOST_POINTS = 140.0  # of a kernel's label
 
 
 class Work(NamedTuple):
@@ -73,16 +77,11 @@ def roofline_figure(
         axes = figure.subplots()
         _roofs(axes, chip, dtype, np.geomspace(low, high, 400))
         for i, (name, kernels) in enumerate(series.items()):
-            colour = CURVE_COLOURS[1 + i % (len(CURVE_COLOURS) - 1)]
-            marker = CURVE_MARKERS[1 + i % (len(CURVE_MARKERS) - 1)]
+            colour, marker = CURVE_LOOKS[i % len(CURVE_LOOKS)]
             xs, ys = [work.intensity for work in kernels], [work.flops_per_s for work in kernels]
             axes.plot(xs, ys, color=colour, marker=marker, markersize=5, linewidth=1.3, label=name, zorder=3)
-            for work in kernels:
-                axes.annotate(
-                    work.label, (work.intensity, work.flops_per_s), xytext=(6, -9), textcoords="offset points",
-                    fontsize=7.5, color=colour,
-                )  # fmt: skip
         _finish(axes, chip, dtype, works, title)
+        _name_works(figure, axes, series)
     return figure
 
 
@@ -107,16 +106,41 @@ def _roofs(axes: Axes, chip: Chip, dtype: str, intensity: np.ndarray) -> None:
     )  # fmt: skip
 
 
+def _name_works(figure: Figure, axes: Axes, series: Mapping[str, Sequence[Work]]) -> None:
+    """Each kernel's label below and right of its point, where no other one is."""
+    width, height = (72 * inches - 100 for inches in figure.get_size_inches())
+    (left, right), (low, high) = np.log(axes.get_xlim()), np.log(axes.get_ylim())
+    taken: list[tuple[float, float, float]] = []  # left, right and height in points
+    for i, kernels in enumerate(series.values()):
+        for work in kernels:
+            x = (np.log(work.intensity) - left) / (right - left) * width
+            y = (np.log(work.flops_per_s) - low) / (high - low) * height
+            label = cut(work.label, MOST_POINTS, 7.5)
+            wide = text_width(label, 7.5) + 4
+            turned = x + wide > width  # it would run out of the picture: it stands left of its point
+            x -= wide * turned
+            end = x + wide
+            if any(x < other_end and begin < end and abs(y - at) < 11 for begin, other_end, at in taken):
+                continue
+            taken.append((x, end, y))
+            axes.annotate(
+                label, (work.intensity, work.flops_per_s), xytext=(-6 if turned else 6, -9), textcoords="offset points",
+                ha="right" if turned else "left", fontsize=7.5, color=CURVE_LOOKS[i % len(CURVE_LOOKS)][0], annotation_clip=False,
+            )  # fmt: skip
+
+
 def _finish(axes: Axes, chip: Chip, dtype: str, works: Sequence[Work], title: str | None) -> None:
     from matplotlib.ticker import FuncFormatter, NullFormatter
 
     axes.set_xscale("log")
     axes.set_yscale("log")
-    axes.set_ylim(min(work.flops_per_s for work in works) / 3, chip.peak(dtype) * 2.5)
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    rates = [work.flops_per_s for work in works]
+    axes.set_ylim(min(rates) / 3, max(*rates, chip.peak(dtype)) * 2.5)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"{value:g}"))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: rate_text(value, "FLOP/s")))
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_minor_formatter(NullFormatter())
     axes.set_xlabel("FLOP for each byte of memory that is moved at least")
     axes.set_title(title or f"roofline of {chip.name}, {dtype}", loc="left")
+    axes.set_ylabel("what a kernel reaches")
     axes.legend(loc="lower right")

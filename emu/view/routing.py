@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from emu.view.labels import text_width
 from emu.view.mesh import COORDINATES
 from emu.view.style import FAINT_INK, INK, drawing, ink_on, new_figure
+from emu.view.units import number_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -48,9 +50,10 @@ def routing_figure(
         )
     senders, receivers = sent.shape
     with drawing():
-        figure = new_figure(width, width * (0.35 + 0.75 * senders / receivers))
-        above, below = figure.subplots(2, 1, sharex=True, height_ratios=[3 * senders / receivers, 1])
-        _draw_matrix(above, sent)
+        tall = min(max(senders / receivers, 0.3), 2.0)  # cells are square but in very long matrices
+        figure = new_figure(width, width * (0.42 + 0.75 * tall))
+        above, below = figure.subplots(2, 1, sharex=True, height_ratios=[3 * tall, 1])
+        _draw_matrix(above, sent, (72 * width - 70) / receivers, 72 * width * 0.75 * tall / senders)
         _draw_loads(below, sent.sum(0))
         figure.suptitle(title, x=0.008, ha="left", fontsize=11.5, fontweight="bold")
     return figure
@@ -63,25 +66,30 @@ def _colours() -> Colormap:
     return LinearSegmentedColormap.from_list("routing", ["#ffffff", *reversed(COORDINATES)])
 
 
-def _draw_matrix(axes: Axes, sent: np.ndarray) -> None:
+def _draw_matrix(axes: Axes, sent: np.ndarray, across: float, down: float) -> None:
+    """Each cell has so many points across and down; where numbers have no room, the darkest is told."""
     from matplotlib.colors import to_hex
 
     senders, receivers = sent.shape
     colours, most = _colours(), max(float(sent.max()), 1.0)
     axes.imshow(sent, cmap=colours, vmin=0, vmax=most, aspect="auto", interpolation="nearest")
-    if max(senders, receivers) <= MOST_NUMBERS:
+    numbers = max(senders, receivers) <= MOST_NUMBERS and down >= 9
+    numbers = numbers and max(text_width(f"{n:,.0f}", 8.0) for n in sent.flat) <= across - 3
+    if numbers:
         for i, j in np.ndindex(sent.shape):
             red, green, blue, _ = colours(float(sent[i, j]) / most)
             ink = ink_on(to_hex((red, green, blue)))
-            axes.text(j, i, f"{sent[i, j]:,.0f}", ha="center", va="center", color=ink, fontsize=8)
+            inside = axes.text(j, i, f"{sent[i, j]:,.0f}", ha="center", va="center", color=ink, fontsize=8)
+            inside.set_in_layout(False)  # else hundreds are measured
     axes.set_yticks(_ticks(senders))
     axes.set_ylabel("from rank")
     for side in ("top", "right"):
         axes.spines[side].set_visible(True)
     axes.tick_params(bottom=False)
     stays = float(np.trace(sent)) / max(float(sent.sum()), 1.0) if senders == receivers else 0.0
-    said = f", {stays:.0%} of them stay on their rank" if senders == receivers else ""
-    axes.set_title(f"{sent.sum():,.0f} copies of tokens{said}", loc="left", fontsize=9)
+    said = f", {100 * stays:.0f} % of them stay on their rank" if senders == receivers else ""
+    said += "" if numbers else f"; darkest: {number_text(sent.max())}"
+    axes.set_title(f"{number_text(sent.sum())} copies of tokens{said}", loc="left", fontsize=9)
 
 
 def _draw_loads(axes: Axes, loads: np.ndarray) -> None:
@@ -91,7 +99,7 @@ def _draw_loads(axes: Axes, loads: np.ndarray) -> None:
     axes.set_ylim(0, max(float(loads.max()), 1.0) * 1.12)
     axes.set_xticks(_ticks(len(loads)))
     axes.set_xlim(-0.5, len(loads) - 0.5)
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    axes.yaxis.set_major_formatter(lambda value, _: number_text(value))
     axes.set_xlabel("to rank")
     axes.set_ylabel("received")
     axes.tick_params(axis="y", colors=FAINT_INK)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from emu.view.bars import Row, sample_ranks, timeline_rows
+from emu.view.labels import cut
 from emu.view.memory import STACK, category_legend
 from emu.view.style import CATEGORY_PAINTS, FAINT_INK, INK, OTHER_CATEGORY, drawing, new_figure
 from emu.view.timeline import COLUMNS, bars_legend, draw_bars, label_rows, places_of
@@ -51,12 +52,14 @@ def stepping_figure(state: Mapping[str, Any], timeline: Timeline | None, width: 
         left.set_xlabel(f"time so far ({unit}), provisional; the lines are where each rank's host stands")
         label_rows(left, rows, places)
         left.set_title(_title(state), loc="left")
-        if timeline is not None:
+        if timeline is None:
+            left.text(0.5, 0.5, "no time can be told yet", transform=left.transAxes, ha="center", color=FAINT_INK)
+        else:
             _draw_cursors(left, state, rows, places, unit_s, window)
         _draw_memory(right, state, rows, places)
-        bars_legend(figure, looks, False, most=4)  # two legends share what is below
+        bars_legend(figure, looks, False, share=0.55)  # two legends share what is below
         held = [c for c in STACK if any(r["hbm"].get(c) for r in state["ranks"])]
-        category_legend(figure, held, side="right", most=3)
+        category_legend(figure, held, side="right", share=0.45)
     return figure
 
 
@@ -154,7 +157,7 @@ def _draw_memory(axes: Axes, state: Mapping[str, Any], rows: Sequence[Row], plac
         )
         coming = r["state"] == "next"
         axes.annotate(
-            _doing(r),
+            cut(_doing(r), 230.0, 7.5, coming),
             (0, at - 0.3),
             va="center",
             fontsize=7.5,

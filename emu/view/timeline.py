@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import ceil
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from emu.view.bars import COMMUNICATION, COMPUTE, WAITING, Look, Row, busiest_share, sample_ranks, timeline_rows
+from emu.view.labels import cut, legend_below, text_width
 from emu.view.style import FAINT_INK, INK, PHASE_COLOURS, Paint, communication_paint, drawing, new_figure
 from emu.view.units import time_text, time_unit
 
@@ -26,6 +26,7 @@ LETTERS = 200
 STRETCHED = "longer by sharing"
 VEIL: dict[str, Any] = {"facecolors": (1.0, 1.0, 1.0, 0.6), "edgecolors": INK, "hatch": "||||||"}
 SEEN, GREY_SEEN = 0.02, 0.3
+NAME_ROOM, MARK_ROOM, MARK_SIZE = 150.0, 130.0, 7.5  # in points
 
 
 def timeline_figure(
@@ -51,6 +52,8 @@ def timeline_figure(
     Raises:
         ValueError: a rank that the trace does not have, or a window that ends before it begins.
     """
+    from matplotlib.ticker import StrMethodFormatter
+
     have = list(timeline.trace.events)
     missing = [rank for rank in ranks or () if rank not in timeline.trace.events]
     if missing:
@@ -68,16 +71,18 @@ def timeline_figure(
         unit, unit_s = time_unit(end_s)  # absolute time, so that a window finds itself in the whole picture
         looks = draw_bars(axes, rows, places, unit_s)
         _draw_stretched(axes, rows, places, unit_s)
-        marked = _draw_marks(axes, timeline, rows, places, unit_s, (start_s, end_s))
+        marked = _draw_marks(axes, timeline, rows, places, unit_s, (start_s, end_s), 72 * width)
         axes.set_xlim(start_s / unit_s, end_s / unit_s)
         axes.set_ylim((max(places) + 0.6) if places else 1, -0.6)
         axes.set_xlabel(f"time ({unit})")
+        axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
         label_rows(axes, rows, places)
         if not looks:
             axes.text(0.5, 0.5, "nothing ran on any stream", transform=axes.transAxes, ha="center", color=FAINT_INK)
         heading = title
         if heading is None:
-            heading = f"{time_text(timeline.step_time_s)} on {timeline.cluster.name}"
+            part = f"{time_text(start_s)} to {time_text(end_s)} of " if window else ""
+            heading = f"{part}{time_text(timeline.step_time_s)} on {timeline.cluster.name}"
             if len(shown) < len(have):
                 heading += f": {len(shown)} of {len(have)} ranks shown"
         axes.set_title(heading, loc="left", pad=16)
@@ -187,11 +192,12 @@ def _draw_marks(
     places: Sequence[float],
     unit_s: float,
     window: tuple[float, float],
+    width: float,
 ) -> bool:
     """A thin line at every mark, across the rows of its rank; names above the first rank, where there is room."""
     marked = False
     free_from = -np.inf
-    room = (window[1] - window[0]) / 90  # about the width of a letter
+    point_s = (window[1] - window[0]) / (width - 110)  # of time, to one point of the axis or a little less
     for rank in dict.fromkeys(row.rank for row in rows):
         own = [place for row, place in zip(rows, places, strict=True) if row.rank == rank]
         marks = [(name, at) for name, at in timeline.marks(rank) if window[0] <= at <= window[1]]
@@ -203,10 +209,11 @@ def _draw_marks(
         if rank != rows[0].rank:
             continue
         for name, at in sorted(marks, key=lambda mark: mark[1]):
-            shown = name if len(name) <= 24 else name[:23] + "…"
-            if at < free_from:
+            shown = cut(name, MARK_ROOM, MARK_SIZE)
+            long_s = point_s * (text_width(shown, MARK_SIZE) + 6)
+            right = at + long_s > window[1]  # it would run out of the picture: write it to the left
+            if at - long_s * right < free_from:
                 continue
-            right = at + room * len(shown) > window[1]  # it would run out of the picture: write it to the left
             axes.annotate(
                 shown,
                 (at / unit_s, 1.0),
@@ -214,18 +221,18 @@ def _draw_marks(
                 xytext=(-2 if right else 2, 2),
                 textcoords="offset points",
                 ha="right" if right else "left",
-                fontsize=7.5,
+                fontsize=MARK_SIZE,
                 color=FAINT_INK,
             )
-            free_from = at + room * (len(shown) + 1)
+            free_from = at if right else at + long_s
     return marked
 
 
 def label_rows(axes: Axes, rows: Sequence[Row], places: Sequence[float]) -> None:
-    names = [row.stream or "no work" for row in rows]
+    names = [cut(row.stream or "no work", NAME_ROOM, 8.5) for row in rows]
     axes.set_yticks(places, names)
     axes.tick_params(axis="y", length=0)
-    room = 16 + 5.2 * max(map(len, names), default=0)  # points, about the width of the stream names
+    room = 16 + max((text_width(name, 8.5) for name in names), default=0.0)
     for rank in dict.fromkeys(row.rank for row in rows):
         own = [place for row, place in zip(rows, places, strict=True) if row.rank == rank]
         axes.annotate(
@@ -241,7 +248,10 @@ def label_rows(axes: Axes, rows: Sequence[Row], places: Sequence[float]) -> None
     axes.spines["left"].set_visible(False)
 
 
-def bars_legend(figure: Figure, looks: Sequence[Look], marked: bool, stretched: bool = False, most: int = 7) -> None:
+def bars_legend(
+    figure: Figure, looks: Sequence[Look], marked: bool, stretched: bool = False, share: float = 1.0
+) -> None:
+    """What the bars of a timeline mean, below the figure, in as much of its width as is given."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
@@ -260,6 +270,4 @@ def bars_legend(figure: Figure, looks: Sequence[Look], marked: bool, stretched: 
         )
     if marked:
         handles.append(Line2D([], [], color=INK, linewidth=0.6, label="mark (when the host passed it)"))
-    if handles:
-        columns = ceil(len(handles) / ceil(len(handles) / most))  # lines alike
-        figure.legend(handles=handles, loc="outside lower left", ncols=columns, handlelength=2.2)
+    legend_below(figure, handles, share=share)

@@ -6,7 +6,16 @@ from __future__ import annotations
 
 from emu.trace.units import bytes_text, metric_text, percent_text, time_text
 
-__all__ = ["byte_unit", "bytes_text", "count_text", "percent_text", "rate_text", "time_text", "time_unit"]
+__all__ = [
+    "byte_unit",
+    "bytes_text",
+    "count_text",
+    "number_text",
+    "percent_text",
+    "rate_text",
+    "time_text",
+    "time_unit",
+]
 TIME_UNITS = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6), ("ns", 1e-9))
 
 
@@ -18,6 +27,16 @@ def rate_text(per_s: float, unit: str) -> str:
 def count_text(count: float) -> str:
     """A number with separated thousands: 1234567 -> "1,234,567"."""
     return f"{count:,}" if float(count).is_integer() else f"{count:,.4g}"
+
+
+def number_text(value: float) -> str:
+    """A number as people read it, in about three digits from a million on: 0.5, 24, 1,024, 3 million."""
+    for size, word in ((1e12, "trillion"), (1e9, "billion"), (1e6, "million")):
+        if 0.9995 * size <= value < 999.5 * size:
+            return f"{value / size:.3g} {word}"
+    if value >= 999.5e12:
+        return f"{value:.0e}"
+    return f"{value:,.0f}" if value >= 9.5 or value == int(value) else f"{value:.2g}"
 
 
 def time_unit(longest_s: float) -> tuple[str, float]:

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING
 
-from emu.view.style import CURVE_COLOURS, CURVE_MARKERS, FAINT_INK, drawing, new_figure
-from emu.view.units import TIME_UNITS
+from emu.view.labels import legend_below
+from emu.view.style import CURVE_LOOKS, FAINT_INK, drawing, new_figure
+from emu.view.units import TIME_UNITS, percent_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,9 +21,6 @@ if TYPE_CHECKING:
 BAND, BAND_COLOUR = 0.08, "#dfe7f2"  # error that is promised in the median
 BIN = 0.02  # of the histogram of errors
 EDGE = 0.5  # errors beyond are drawn at the edge
-_COLOURS, _MARKERS = CURVE_COLOURS[1:], CURVE_MARKERS[1:]
-# Every source has a look of its own, and neighbours differ in both: red and green circles look alike to many.
-LOOKS = [(_COLOURS[i % 5], _MARKERS[(i + i // 5) % 5]) for i in range(25)]
 NAME = 46  # characters of a source's name
 TITLE = "Step time, predicted against measured"
 
@@ -68,9 +66,9 @@ def validated_figure(points: Iterable[Point], title: str = TITLE) -> Figure:
         _times(panels["times"], groups, points)
         _errors(panels["errors"], groups)
         _spread(panels["spread"], points)
-        figure.legend(handles=_legend(groups), loc="outside lower center", ncols=3, fontsize=7.5)
+        legend_below(figure, _legend(groups), side="center", size=7.5, title="sources, and how many runs")
         mean = sum(sizes) / len(sizes)
-        said = f"{title}: {len(points)} runs, median error {median(sizes):.1%}, mean {mean:.1%}"
+        said = f"{title}: {len(points)} runs, median error {percent_text(median(sizes))}, mean {percent_text(mean)}"
         figure.suptitle(said, x=0.01, ha="left", fontsize=11)
     return figure
 
@@ -85,13 +83,13 @@ def _times(axes: Axes, groups: Sequence[Group], points: Sequence[Point]) -> None
     axes.set_yscale("log")
     axes.set_xlim(low, high)
     axes.set_ylim(low, high)
-    axes.set_aspect("equal")
+    axes.set_aspect("equal", anchor="N")
     for axis in (axes.xaxis, axes.yaxis):
         _in_time(axis)
     _draw(axes, groups, lambda point: point.predicted_s)
     axes.set_xlabel("measured time of a step")
     axes.set_ylabel("predicted time of a step")
-    axes.set_title(f"on the line: exact; shaded: within {BAND:.0%}", loc="left", fontsize=9)
+    axes.set_title(f"on the line: exact; shaded: within {100 * BAND:.0f} %", loc="left", fontsize=9)
 
 
 def _errors(axes: Axes, groups: Sequence[Group]) -> None:
@@ -102,11 +100,13 @@ def _errors(axes: Axes, groups: Sequence[Group]) -> None:
     axes.set_xscale("log")
     _in_time(axes.xaxis)
     _draw(axes, groups, lambda point: _seen(point.error))
-    axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0, symbol=" %"))
     axes.set_ylim(-EDGE * 1.04, EDGE * 1.04)
     axes.set_xlabel("measured time of a step")
     axes.set_ylabel("error")
-    axes.set_title(f"error: predicted over measured, less one (beyond {EDGE:.0%} at the edge)", loc="left", fontsize=9)
+    axes.set_title(
+        f"error: predicted over measured, less one (beyond {100 * EDGE:.0f} % at the edge)", loc="left", fontsize=9
+    )
 
 
 def _spread(axes: Axes, points: Sequence[Point]) -> None:
@@ -118,19 +118,21 @@ def _spread(axes: Axes, points: Sequence[Point]) -> None:
     axes.hist(errors, bins=[i * BIN for i in range(-half, half + 1)], color="#234b87", edgecolor="white", linewidth=0.4)
     middle = median(point.error for point in points)
     axes.axvline(middle, color="#e07b28", linewidth=1.4, zorder=3)
-    axes.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    axes.xaxis.set_major_formatter(PercentFormatter(1, decimals=0, symbol=" %"))
     axes.set_xlim(-EDGE * 1.04, EDGE * 1.04)
     axes.set_xlabel("error")
     axes.set_ylabel("runs")
     within = sum(abs(point.error) <= BAND for point in points) / len(points)
     axes.set_title(
-        f"{within:.0%} of runs within {BAND:.0%}; half of all errors lie below {middle:+.1%}", loc="left", fontsize=9
+        f"{100 * within:.0f} % of runs within {100 * BAND:.0f} %; half of all errors lie below {100 * middle:+.1f} %",
+        loc="left",
+        fontsize=9,
     )
 
 
 def _draw(axes: Axes, groups: Sequence[Group], height: Callable[[Point], float]) -> None:
     for i, (_, group) in enumerate(groups):  # sources with few runs lie on top
-        colour, marker = LOOKS[i % len(LOOKS)]
+        colour, marker = CURVE_LOOKS[i % len(CURVE_LOOKS)]
         axes.plot(
             [point.measured_s for point in group],
             [height(point) for point in group],
@@ -149,7 +151,7 @@ def _draw(axes: Axes, groups: Sequence[Group], height: Callable[[Point], float])
 def _legend(groups: Sequence[Group]) -> list[Line2D]:
     from matplotlib.lines import Line2D
 
-    looks = [LOOKS[i % len(LOOKS)] for i in range(len(groups))]
+    looks = [CURVE_LOOKS[i % len(CURVE_LOOKS)] for i in range(len(groups))]
     return [
         Line2D(
             [], [], linestyle="", color=colour, marker=marker, markersize=5, label=f"{_short(source)} ({len(group)})"

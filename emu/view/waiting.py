@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from emu.spmd import EmuError
 from emu.spmd.waits import Wait, WaitGraph, grouped_lines, ranks_words
+from emu.view.labels import cut, fold
 from emu.view.style import FAINT_INK, INK, drawing, new_figure
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ def waiting_figure(error: Any, width: float = 11.0) -> Figure:
     said = wrap(str(getattr(error, "cause", None) or "").strip(), 130)
     half = 1.2 if listed else 1.55  # of the height, in radii of the ring: labels need room beyond it
     side = 0.62 * width if listed else 1.6 if len(nodes) < 3 else 0.42 * width
-    top, below = 0.45 + 0.2 * len(said), 0.2 + 0.19 * len(listed)
+    top, below = 0.45 + 0.2 * len(said), 0.4 + 0.19 * len(listed)
     height = side + top + below
     with drawing():
         figure = new_figure(width, height, layout=None)
@@ -98,7 +99,7 @@ def waiting_figure(error: Any, width: float = 11.0) -> Figure:
         axes.set_xlim(-half * width / side, half * width / side)
         axes.set_ylim(-half, half)
         axes.axis("off")
-        _draw(axes, nodes, graph)
+        _draw(axes, nodes, graph, 36 * side / half)
         heading = "deadlock: no rank can go on"
         if graph.finished:
             heading = f"{ranks_words(graph.finished)} finished while others wait"
@@ -108,6 +109,7 @@ def waiting_figure(error: Any, width: float = 11.0) -> Figure:
         figure.text(0.01, 1 - 0.1 / height, heading, ha="left", va="top", fontweight="bold", fontsize=10.5)
         figure.text(0.01, 1 - 0.34 / height, "\n".join(said), ha="left", va="top")
         figure.text(0.01, (below - 0.05) / height, "\n".join(listed), ha="left", va="top", linespacing=1.35)
+        figure.text(0.01, 0.06 / height, _how_to_read(nodes), ha="left", va="bottom", fontsize=8, color=FAINT_INK)
     return figure
 
 
@@ -132,16 +134,25 @@ def graph_of(error: Any) -> WaitGraph:
     )
 
 
+def _how_to_read(nodes: Sequence[Node]) -> str:
+    states = {node.state for node in nodes}
+    said = ["numbers: ranks", "arrow: waits for"]
+    said += ["thick and red: the circle that none of them gets out of"] * ("circle" in states)
+    said += ["dashed frame: finished"] * ("finished" in states)
+    return "; ".join(said)
+
+
 def _words(wait: Wait) -> str:
     return "\n".join([*wrap(wait.what, 50), wait.where]).strip()
 
 
-def _draw(axes: Axes, nodes: Sequence[Node], graph: WaitGraph) -> None:
+def _draw(axes: Axes, nodes: Sequence[Node], graph: WaitGraph, points: float) -> None:
+    """Draws into axes whose unit is so many points long."""
     from matplotlib.patches import FancyArrowPatch
 
     places = _places(nodes)
     crowded = len(nodes) > 24
-    font, reach = (6.0, 8.0) if crowded else (9.0, 17.0)
+    font, reach = (7.0, 8.0) if crowded else (9.0, 17.0)
     at = {rank: node for node in nodes for rank in node.ranks}
     ahead = dict(zip(graph.circle, [*graph.circle[1:], *graph.circle[:1]]))
     for node in nodes:
@@ -184,18 +195,21 @@ def _draw(axes: Axes, nodes: Sequence[Node], graph: WaitGraph) -> None:
             },
         )
         if node.what and len(nodes) <= LABELLED:
-            _label(axes, node, (x, y))
+            _label(axes, node, (x, y), points)
 
 
-def _label(axes: Axes, node: Node, place: tuple[float, float]) -> None:
-    """What a node waits in, beside it, on the side that is away from the middle."""
+def _label(axes: Axes, node: Node, place: tuple[float, float], points: float) -> None:
+    """What a node waits in, beside it, on the side that is away from the middle; the end of a path says most."""
     x, y = place
+    room = 330.0 if abs(x) < 0.05 else (axes.get_xlim()[1] - abs(x) - 0.24) * points - 6
+    *what, where = node.what.split("\n")
+    said = "\n".join([*(fold(line, room, 8.5) for line in what), cut(where[::-1], room, 8.5)[::-1]])
     if abs(x) < 0.05:
         up = y >= 0
-        axes.text(x, y + (0.16 if up else -0.16), node.what, ha="center", va="bottom" if up else "top", fontsize=8.5)
+        axes.text(x, y + (0.16 if up else -0.16), said, ha="center", va="bottom" if up else "top", fontsize=8.5)
     else:
         ha = "left" if x > 0 else "right"
-        axes.text(x + (0.24 if x > 0 else -0.24), y, node.what, ha=ha, va="center", fontsize=8.5)
+        axes.text(x + (0.24 if x > 0 else -0.24), y, said, ha=ha, va="center", fontsize=8.5)
 
 
 def _places(nodes: Sequence[Node]) -> dict[Node, tuple[float, float]]:

@@ -13,7 +13,7 @@ def said(figure):
 def test_every_curve_is_in_the_legend_and_holds_its_losses():
     losses = {"1 device": [3.0, 2.0, 1.0], "8 devices": [3.0, 2.0, 1.0]}
     figure = loss_figure(losses)
-    assert [text.get_text() for text in figure.axes[0].get_legend().get_texts()] == list(losses)
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == list(losses)
     for line, values in zip(figure.axes[0].lines, losses.values(), strict=True):
         assert list(line.get_ydata()) == values
     line, markers = figure.axes[0].lines

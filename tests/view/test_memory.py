@@ -59,7 +59,7 @@ def test_the_topmost_area_reaches_the_peak_and_the_lowest_stands_on_zero(make):
 def test_the_rank_with_the_highest_peak_is_shown_and_its_peak_written(make):
     figure = memory_figure(make.Memory(make.training_step(), 80 * 10**9))
     axes = figure.axes[0]
-    assert axes.get_title(loc="left") == "rank 1, the highest peak of 8 ranks"
+    assert axes.get_title(loc="left") == "memory of rank 1, the highest peak of 8 ranks"
     assert "peak 8.77 GB" in [text.get_text() for text in axes.texts]
     assert axes.get_ylabel() == "memory (GB)"
 
@@ -85,7 +85,7 @@ def test_over_a_timeline_the_axis_is_the_host_s_time(make):
 
 def test_several_ranks_are_panels_of_one_scale(make):
     figure = memory_figure(make.Memory(make.training_step()), rank=[0, 1])
-    assert [axes.get_title(loc="left") for axes in figure.axes] == ["rank 0", "rank 1"]
+    assert [axes.get_title(loc="left") for axes in figure.axes] == ["memory of rank 0", "memory of rank 1"]
     assert figure.axes[0].get_ylim() == figure.axes[1].get_ylim()
 
 

@@ -36,7 +36,7 @@ def test_a_layers_routing_is_drawn_as_its_matrix_is(matrix):
 
 def test_what_stays_at_home_is_said():
     above, _ = routing_figure([[3, 1], [0, 4]]).axes
-    assert above.get_title(loc="left") == "8 copies of tokens, 88% of them stay on their rank"
+    assert above.get_title(loc="left") == "8 copies of tokens, 88 % of them stay on their rank"
 
 
 def test_more_is_darker():

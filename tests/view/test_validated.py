@@ -7,8 +7,9 @@ from itertools import pairwise
 import pytest
 
 from emu.view import png_bytes, validated_figure
+from emu.view.style import CURVE_LOOKS as LOOKS
 from emu.view.style import luminance
-from emu.view.validated import BAND, EDGE, LOOKS, Point
+from emu.view.validated import BAND, EDGE, Point
 
 POINTS = [Point("many", 0.1 * i, 0.1 * i * (1 + 0.02 * (i % 5 - 2))) for i in range(1, 21)]
 POINTS += [Point("few", 10.0, 30.0), Point("few", 12.0, 1.0), Point("one: with a subtitle", 5.0, 5.0)]
