@@ -125,11 +125,12 @@ def test_the_site_is_built_whole_and_leads_nowhere_else(tmp_path):
     }
 
     start = (out / "start.html").read_text(encoding="utf-8")
-    assert "emu demo" in start and 'src="_images/step.png"' in start
+    assert "Two commands" in start and 'src="_images/step.png"' in start
     assert (out / "lessons" / "00_tour.html").read_text(encoding="utf-8").count("<img") >= 5  # stored outputs are shown
     deadlock = (out / "examples" / "deadlock.html").read_text(encoding="utf-8")
-    assert deadlock.count("deadlock: no rank can go on") == 1  # what is stated and what came out is shown once
-    assert "cell_output" in deadlock and "<img" in deadlock
+    assert "cell_output" in deadlock and "<img" in deadlock  # what a notebook draws is drawn
+    ring = (out / "examples" / "ring.html").read_text(encoding="utf-8")
+    assert ring.count("come 0, 1, 2, not yet 3") == 1  # what is stated and what came out is shown once
     text = "".join(path.read_text(encoding="utf-8") for path in out.rglob("*.html"))
     assert not re.search(rf"{re.escape(str(ROOT))}|{re.escape(str(Path.home()))}/", text)  # nothing of this machine
     assert (out / "searchindex.js").exists() and not list(SITE.rglob("*.ipynb"))  # nothing is written among the sources
