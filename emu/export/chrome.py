@@ -7,6 +7,9 @@ Times are whole microseconds, as HolisticTraceAnalysis has them: starts and ends
 what follows on a stream does not begin before what it follows. Sums over n events are off by n microseconds at most.
 Sends and receives that were posted together run at one time: each gets a stream number of its own.
 
+Marks are points, and no "ProfilerStep#n": where there are several of those, HolisticTraceAnalysis leaves out what the last one
+launched. Without them it warns ("ProfilerStep not found in the trace"), and reads all of the file.
+
 Source: torch, torch/csrc/profiler and kineto, libkineto/src/output_json.cpp; HolisticTraceAnalysis, hta/utils/utils.py
 (kernels are communication if their names begin with "nccl", copies if with "Memcpy" or "Memset").
 """

@@ -46,7 +46,7 @@ def memory_snapshot(memory: Memory, timeline: Timeline | None = None) -> dict[st
     for rank in ranks:
         device = _Device(rank, memory, timeline.event_times(rank) if timeline is not None else None)
         base = device.settle(base)
-        traces[rank] = device.actions
+        traces[rank] = [*device.actions, device.end()] if device.actions else []
         segments += device.segments()
     return {
         "segments": segments,
@@ -137,6 +137,15 @@ class _Device:
         for block in self._live.values():
             block["addr"] += self._arenas[block["stream"]].base
         return base
+
+    def end(self) -> dict[str, Any]:
+        """The snapshot itself, which torch writes as the last of its actions.
+
+        Pages of pytorch.org/memory_viz know of categories if actions name them, and then want that one is "unknown": in
+        MemoryViz.js, annotate_snapshot would add it by a misspelt name, and end there.
+        """
+        done = {"action": "snapshot", "addr": 0, "size": 0, "frames": [], "stream": 0, "category": "unknown"}
+        return done if self.times_s is None else {**done, "time_us": round(self.times_s[-1] * 1e6)}
 
     def segments(self) -> list[dict[str, Any]]:
         """One for each stream, with the blocks that live at the end and the holes between them."""

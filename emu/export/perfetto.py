@@ -17,6 +17,7 @@ from emu.trace.memory import Memory
 if TYPE_CHECKING:
     from emu.cost.timeline import Span, Timeline
 
+MOST_S = 9e9  # whole nanoseconds in 63 bits
 SEQUENCE = 1  # everything comes from one writer
 BEGIN, END, INSTANT, COUNTER = "TYPE_SLICE_BEGIN", "TYPE_SLICE_END", "TYPE_INSTANT", "TYPE_COUNTER"
 
@@ -29,8 +30,13 @@ def perfetto_bytes(timeline: Timeline, memory: Memory | None = None) -> bytes:
         memory: of the same run; None leaves counters out.
 
     Raises:
-        EmuError: the package `perfetto` is not installed.
+        EmuError: the package `perfetto` is not installed; a step of centuries, whose nanoseconds no file holds.
     """
+    if timeline.step_time_s >= MOST_S:
+        raise EmuError(
+            f"it takes {timeline.step_time_s:.3g} s, and a Perfetto file holds up to {MOST_S:.3g} s",
+            "look for a kernel or a message of far too many bytes: run.timeline().spans",
+        )
     return _Writer(timeline, memory).written()
 
 

@@ -84,6 +84,7 @@ from .plausible import check_plausible
 from .schema import ClusterTable
 from .underlying import tables_under
 
+MOST_LEVELS = 16  # of tables in tables: a cluster has four
 _TABLES = ("chip", "node", "scale_up", "host_link", "scale_out", "host", "fabric", "storage")
 
 
@@ -109,6 +110,8 @@ def load_cluster(path: str | PathLike[str]) -> Cluster:
 
 
 def _read(path: str) -> File:
+    if Path(path).exists() and not Path(path).is_file():  # who reads a pipe or a device waits, perhaps for ever
+        raise HardwareError("cannot be read: it is no ordinary file.", "Give a TOML file in UTF-8.", file=path)
     try:
         # Some editors begin a file with a mark that says UTF-8, which TOML does not know.
         return File(path, Path(path).read_text(encoding="utf-8-sig"))
@@ -122,7 +125,12 @@ def _read(path: str) -> File:
 
 def _parse(file: File) -> dict[str, Any]:
     try:
-        return parse_toml(file.text)
+        found = parse_toml(file.text)
+        if _is_deep(found, MOST_LEVELS):
+            raise RecursionError
+        return found
+    except RecursionError:
+        raise HardwareError("is nested too deeply.", "Write each table by its own [name].", file=file.path) from None
     except ValueError as e:  # TOMLDecodeError is one, in tomllib and tomli alike
         raise HardwareError(
             f"is not valid TOML: {e}.",
@@ -132,6 +140,12 @@ def _parse(file: File) -> dict[str, Any]:
             file=file.path,
             line=file.line_in_message(str(e)),
         ) from None
+
+
+def _is_deep(value: Any, most: int) -> bool:
+    """Whether there are more tables and lists in each other than so many."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return most < 0 or any(_is_deep(v, most - 1) for v in inner)
 
 
 def _merge(base: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from emu.parallel.plan import Plan
 
 TABLE = "plan"
+MOST_LEVELS = 16  # of tables in tables: a plan has one
 _HEADER = re.compile(r"^\s*\[+\s*([^\]]+?)\s*\]+")
 _KEY = re.compile(r"""^\s*((?:[\w-]+|"[^"]*"|'[^']*')(?:\s*\.\s*(?:[\w-]+|"[^"]*"|'[^']*'))*)\s*=""")
 
@@ -110,6 +111,8 @@ def read_toml(path: str | PathLike[str]) -> tuple[str, dict[str, Any]]:
         PlanError: no such file, or one that is no TOML. Fields: file, line.
     """
     name = fspath(path)
+    if Path(name).exists() and not Path(name).is_file():  # who reads a pipe or a device waits, perhaps for ever
+        raise _wrong(name, None, "cannot be read: it is no ordinary file", "give a TOML file in UTF-8")
     try:
         text = Path(name).read_text(encoding="utf-8-sig")  # some editors begin a file with a mark of its encoding
     except FileNotFoundError:
@@ -117,12 +120,21 @@ def read_toml(path: str | PathLike[str]) -> tuple[str, dict[str, Any]]:
     except (OSError, UnicodeDecodeError) as error:
         raise _wrong(name, None, f"cannot be read: {error}", "give a TOML file in UTF-8") from None
     try:
-        return text, _parsed(text)
+        found = _parsed(text)
+        if _is_deep(found, MOST_LEVELS):
+            raise ValueError("it is nested too deeply")
+        return text, found
     except (ValueError, RecursionError) as error:  # TOMLDecodeError is a ValueError, in tomllib and in tomli
         found = re.search(r"line (\d+)", str(error))
         line = int(found[1]) if found else len(text.splitlines()) or None
         how = 'a line is name = value, or [plan]; text stands in "quotes"'
         raise _wrong(name, line, f"no valid TOML: {error}", how) from None
+
+
+def _is_deep(value: Any, most: int) -> bool:
+    """Whether there are more tables and lists in each other than so many."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return most < 0 or any(_is_deep(v, most - 1) for v in inner)
 
 
 def _without_others(everything: Mapping[str, Any], known: tuple[str, ...]) -> dict[str, Any]:

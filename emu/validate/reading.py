@@ -47,6 +47,8 @@ def read_rows(path: str | PathLike[str]) -> list[Line]:
     """
     name = fspath(path)
     try:
+        if Path(name).exists() and not Path(name).is_file():  # who reads a pipe or a device waits, perhaps for ever
+            raise ValueError("it is no ordinary file")
         data = Path(name).read_bytes()
     except (OSError, ValueError) as error:  # ValueError: a name with a zero byte
         reason = strerror(error.errno or 0) if isinstance(error, OSError) else str(error)
