@@ -47,7 +47,9 @@ def read_rows(path: str | PathLike[str]) -> list[Line]:
     """
     name = fspath(path)
     try:
-        if Path(name).exists() and not Path(name).is_file():  # who reads a pipe or a device waits, perhaps for ever
+        if Path(name).exists() and not (
+            Path(name).is_file() or Path(name).is_dir()
+        ):  # one waits for a pipe, perhaps for ever
             raise ValueError("it is no ordinary file")
         data = Path(name).read_bytes()
     except (OSError, ValueError) as error:  # ValueError: a name with a zero byte
