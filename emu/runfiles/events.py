@@ -128,8 +128,8 @@ class _Record:
             return f"is of phase {quoted(event.phase)}"
         if event.dtype not in DTYPES:
             return f"computes in {quoted(event.dtype)}"
-        if event.dims and (len(event.dims) != 4 or not all(event.dims)):
-            return f"has the sizes {quoted(event.dims)}, which are not those of a matrix product (batch, m, n, k)"
+        if event.dims and (len(event.dims) != 4 or (event.flops and not all(event.dims))):
+            return f"of {event.flops:,} flops has the sizes {quoted(event.dims)}, which no matrix product (batch, m, n, k) has"
         return self._stream(event.stream)
 
     def _collective(self, event: Collective) -> str | None:

@@ -294,7 +294,7 @@ def kernel(**other: Any) -> list[Any]:
 EVENTS = [
     ([kernel(phase="sideways")], "is of phase 'sideways'"),
     ([kernel(dtype="load")], "computes in 'load'"),
-    ([kernel(dims=[1, 2])], "has the sizes (1, 2)"),
+    ([kernel(dims=[1, 2])], "has the sizes (1, 2), which no matrix product"),
     ([kernel(dims=[1, 0, 1, 1])], "has the sizes (1, 0, 1, 1)"),
     ([kernel(stream="\0")], "has '\\x00' for a stream"),
     ([kernel(stream=str(i)) for i in range(200)], "uses more than 128 streams"),
@@ -353,7 +353,14 @@ def test_the_line_is_that_of_the_event(good, place):
 
 def test_events_that_can_be_are_read(good, place):
     """The negative control of the table above."""
-    lines = [kernel(), collective(), ["A", 1, 8, "temporary", "s"], ["W", 1, "s"], ["F", 1, 8, "temporary"]]
+    lines = [
+        kernel(),
+        kernel(flops=0, dims=[1, 0, 6, 6]),
+        collective(),
+        ["A", 1, 8, "temporary", "s"],
+        ["W", 1, "s"],
+        ["F", 1, 8, "temporary"],
+    ]
     place.write_bytes(with_events(good, *lines))
     looked_at(emu.Run.load(place))
 
