@@ -536,7 +536,8 @@ def readme(tmp_path: Path) -> Path:
         "mine",
         "long",
         "steps",
-        "stepped",  # this and what follows: tests/test_readme_stepping.py, _hardware.py and _checks.py
+        "stepped",  # this and what follows: tests/test_readme_stepping.py, _views.py, _hardware.py and _checks.py
+        "pictures",
         "summary",
         "choice",
         "unnoticed",
