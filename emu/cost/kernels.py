@@ -39,7 +39,7 @@ def kernel_s(kernel: Kernel, chip: Chip) -> float:
     Raises:
         HardwareError: the chip cannot compute in the kernel's dtype.
     """
-    if is_attention(kernel):
+    if is_attention(kernel) and all(kernel.dims):  # over no keys at all it only writes
         return _attention_s(kernel, chip)
     memory_s = kernel.bytes / chip.memory_bytes_per_s
     compute_s = kernel.flops / _flops_per_s(kernel, chip) if kernel.flops else 0.0
