@@ -356,6 +356,7 @@ def test_events_that_can_be_are_read(good, place):
     lines = [
         kernel(),
         kernel(flops=0, dims=[1, 0, 6, 6]),
+        kernel(name="flash_attention", flops=0, dims=[1, 5, 0, 0]),
         collective(),
         ["A", 1, 8, "temporary", "s"],
         ["W", 1, "s"],
