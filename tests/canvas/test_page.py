@@ -15,7 +15,7 @@ import torch
 from canvas.reader import Reader
 from canvas.test_recorded_runs import as_run
 from export.exported import HOSTILE, traces
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from step.stepped import ring
 
@@ -105,6 +105,7 @@ def test_a_page_of_any_trace_stands_alone(trace):
 @given(
     st.recursive(st.text() | st.integers() | st.floats(allow_nan=False, allow_infinity=False), st.lists, max_leaves=20)
 )
+@example("</script><!--&")
 def test_nothing_in_a_record_ends_the_element_that_it_stands_in(value):
     text = embedded({"value": value})
     assert json.loads(text) == {"value": value} and text.isascii()
