@@ -14,7 +14,12 @@ def numbers(axes):
     return [int(text.get_text().replace(",", "")) for text in axes.texts]
 
 
-@given(st.integers(1, 8).flatmap(lambda n: arrays.arrays(np.int64, (n, n), elements=st.integers(0, 10**6))))
+def test_numbers_that_have_no_room_are_left_out_and_the_darkest_is_told():
+    above, _ = routing_figure([[1_000_000] * 8] * 8).axes
+    assert not numbers(above) and " ".join(above.get_title(loc="left").split()).endswith("darkest: 1 million")
+
+
+@given(st.integers(1, 8).flatmap(lambda n: arrays.arrays(np.int64, (n, n), elements=st.integers(0, 99_999))))
 def test_every_cell_says_its_number_and_every_bar_its_columns_sum(matrix):
     above, below = routing_figure(matrix.tolist()).axes
     assert numbers(above) == matrix.reshape(-1).tolist()
@@ -24,7 +29,7 @@ def test_every_cell_says_its_number_and_every_bar_its_columns_sum(matrix):
     assert f"{worst:.2f} times the mean" in below.get_title(loc="left")
 
 
-@given(st.integers(1, 6).flatmap(lambda n: arrays.arrays(np.int64, (n, n), elements=st.integers(0, 10**6))))
+@given(st.integers(1, 6).flatmap(lambda n: arrays.arrays(np.int64, (n, n), elements=st.integers(0, 99_999))))
 def test_a_layers_routing_is_drawn_as_its_matrix_is(matrix):
     sent = tuple(map(tuple, matrix.tolist()))
     routing = Routing(sent, experts=(7, 8, 9), dropped=3)  # of these nothing is drawn
