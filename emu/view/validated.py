@@ -104,9 +104,7 @@ def _errors(axes: Axes, groups: Sequence[Group]) -> None:
     axes.set_ylim(-EDGE * 1.04, EDGE * 1.04)
     axes.set_xlabel("measured time of a step")
     axes.set_ylabel("error")
-    axes.set_title(
-        f"error: predicted over measured, less one (beyond {100 * EDGE:.0f} % at the edge)", loc="left", fontsize=9
-    )
+    axes.set_title(f"error: predicted / measured - 1; beyond {100 * EDGE:.0f} % at the edge", loc="left", fontsize=9)
 
 
 def _spread(axes: Axes, points: Sequence[Point]) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from emu.hardware import Topology
 from emu.spmd import EmuError
-from emu.view.labels import legend_below
+from emu.view.labels import legend_below, text_width
 from emu.view.style import CURVE_COLOURS, FAINT_INK, INK, drawing, new_figure
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ DEVICE, SWITCH, WIRE, WRAP = CURVE_COLOURS[0], CURVE_COLOURS[4], "#8a8a8a", CURV
 _BOARDS = ((0, 1), (1, 1.12), (0, 0), (1, 0.12), (2.3, 1.5), (3.3, 1.62), (2.3, 0.5), (3.3, 0.62))
 
 MOST_POINTS, LEAST_POINTS = 14.0, 4.0  # of a device, across
-LEAST_NUMBERED = 8.0  # a smaller device has no room for its number
 
 Place = tuple[float, float]
 
@@ -160,11 +159,10 @@ def _draw(axes: Axes, topology: Topology, room: float) -> None:
     axes.scatter(*zip(*at[:n]), s=across**2, color=DEVICE, **looks)
     if at[n:]:
         axes.scatter(*zip(*at[n:]), s=across**2, marker="s", color=SWITCH, **looks)
-    if n <= 16 and across >= LEAST_NUMBERED:
+    size = min(7.0, 0.75 * across)
+    if n <= 16 and text_width(str(n - 1), size) <= across:
         for device, place in enumerate(at[:n]):
-            axes.annotate(
-                str(device), place, ha="center", va="center", fontsize=min(7.0, 0.75 * across), color=INK, zorder=4
-            )
+            axes.annotate(str(device), place, ha="center", va="center", fontsize=size, color=INK, zorder=4)
     axes.margins(0.14)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from itertools import combinations
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -128,7 +127,7 @@ PICTURES = {
     "growth": lambda name, n, size: checkpointing_growth_figure(10**size, 34 * 10**size, title=name),
     "ring": lambda name, n, size: ring_figure(make_cut("zigzag", 128, min(n, 4)), title=name),
     "attended work": lambda name, n, size: attended_work_figure([make_cut("ring", 120, min(n, 5))] * 2, title=name),
-    "routing": lambda name, n, size: routing_figure(np.full((n, n), 10**size), title=name),
+    "routing": lambda name, n, size: routing_figure([[10**size] * n] * n, title=name),
     "roofline": lambda name, n, size: roofline_figure(
         chip("h100"), {name: [Work(f"{name} {i}", 10.0**size, 10.0**6, 1e-5 * (1 + i)) for i in range(n)]}, title=name
     ),
