@@ -1,6 +1,6 @@
 """How many bytes each link of a cluster carries in a priced trace, by the routes that contention is worked out from.
 
-Every collective counts once, however many of its members have a record, and as the ring that emu.cost.loads takes it for.
+Every collective counts once, however many of its members have a record, and as the ring that emu.cost.routes takes it for.
 Links of ranks without a record are left out: what else they carry is not known.
 """
 
@@ -13,7 +13,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from emu.cost.collectives import wire_bytes
-from emu.cost.loads import (
+from emu.cost.routes import (
     ABOVE,
     HOST,
     OUT,

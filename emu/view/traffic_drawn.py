@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from emu.cost.loads import OUT, SWITCHED, UP, WIRE
+from emu.cost.routes import OUT, SWITCHED, UP, WIRE
 from emu.cost.traffic import Carried
 from emu.view.labels import cut
 from emu.view.style import CURVE_COLOURS, FAINT_INK, INK, ink_on

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emu.cost.loads import ABOVE, OUT, UP, collective_load, transfer_load
+from emu.cost.loads import collective_load, transfer_load
+from emu.cost.routes import ABOVE, OUT, UP
 from emu.hardware import Fabric, Topology
 
 from .conftest import RATE, collective, toy_cluster, transfer

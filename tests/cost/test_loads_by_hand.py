@@ -6,7 +6,8 @@ import pytest
 
 import emu
 from emu.cost import collective_s, price
-from emu.cost.loads import ABOVE, MEMORY_BYTES, collective_load, transfer_load
+from emu.cost.loads import MEMORY_BYTES, collective_load, transfer_load
+from emu.cost.routes import ABOVE
 from emu.trace.events import Collective, Transfer
 from emu.trace.trace import Trace
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import emu
 from emu.cost import price, sent_bytes
-from emu.cost.loads import ABOVE, HOST, OUT, UP, WIRE, bytes_per_s, lane_bytes_per_s
+from emu.cost.routes import ABOVE, HOST, OUT, UP, WIRE, bytes_per_s, lane_bytes_per_s
 from emu.cost.traffic import carried
 from emu.hardware import Fabric, Topology, cluster
 from emu.trace.events import HostCopy, Wait

@@ -13,7 +13,9 @@ from emu.hardware import Cluster, Link, Protocol
 # All of NVIDIA/nccl@5067397 src/graph/tuning.cc.
 TREE_SHARE = 0.92  # of a ring's bandwidth
 TREE_LL, TREE_LL128 = 1 / 3.8, 120 / 128  # of a tree's, across nodes: tuning.cc
-PLATEAU = 1.4  # latency of a ring by Simple across nodes, times this (tuning.cc: "plateau effect of ring", from Ampere on)
+PLATEAU = (
+    1.4  # latency of a ring by Simple across nodes, times this (tuning.cc: "plateau effect of ring", from Ampere on)
+)
 
 # Share of its bandwidth that a tree reaches for 64 B, 128 B, ... 512 MiB (NVIDIA/nccl@5067397 src/graph/tuning.cc).
 _TREE_BY_SIZE = {
