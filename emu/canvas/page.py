@@ -122,6 +122,7 @@ def page_html(title: str, record: dict[str, Any], sections_html: str = "", fallb
         sections_html: markup that stands below, with and without scripts.
         fallback_html: markup for readers whose browser runs no scripts.
     """
+    from emu.trace.units import plain_text
     from emu.view.report import STYLE
 
     script = "\n" + module("file") + "\n"
@@ -129,7 +130,7 @@ def page_html(title: str, record: dict[str, Any], sections_html: str = "", fallb
     fallback = f"<noscript>{fallback_html}</noscript>" if fallback_html else ""
     return _PAGE.format(
         hash=digest,
-        title=escape(title.encode(errors="replace").decode()),
+        title=escape(plain_text(title.encode(errors="replace").decode())),
         style=STYLE,
         fallback=fallback,
         sections=sections_html,

@@ -39,7 +39,9 @@ class Hop(NamedTuple):
     times_s: tuple[float, float] | None = None  # start and end, from when all members are there; None where not known
 
 
-Hops = tuple[list[Hop], Sequence[int]]
+Hops = tuple[
+    list[Hop], Sequence[int], int | None
+]  # hops, lengths of chunks, the dimension that is cut (None: flattened)
 
 
 class _Buffers:
@@ -109,7 +111,7 @@ def _ring_all_reduce(members: Sequence[int], calls: Sequence[Call]) -> Hops:
     at = _Buffers(members, buffers, cuts, None)
     _reduced_around(at, n, calls[0].op)
     _passed_around(at, n)
-    return at.hops, cuts
+    return at.hops, cuts, None
 
 
 def _ring_reduce_scatter(members: Sequence[int], calls: Sequence[Call]) -> Hops:
@@ -117,7 +119,7 @@ def _ring_reduce_scatter(members: Sequence[int], calls: Sequence[Call]) -> Hops:
     cuts = cuts_of(calls[0], buffers[0].shape[dim], n)
     at = _Buffers(members, buffers, cuts, dim)
     _reduced_around(at, n, calls[0].op)
-    return at.hops, cuts
+    return at.hops, cuts, dim % buffers[0].ndim
 
 
 def _ring_all_gather(members: Sequence[int], calls: Sequence[Call]) -> Hops:
@@ -129,7 +131,7 @@ def _ring_all_gather(members: Sequence[int], calls: Sequence[Call]) -> Hops:
         buffers.append(torch.cat(parts, dim))
     at = _Buffers(members, buffers, cuts, dim)
     _passed_around(at, n)
-    return at.hops, cuts
+    return at.hops, cuts, dim % buffers[0].ndim
 
 
 def _tree(members: Sequence[int], calls: Sequence[Call]) -> Hops:
@@ -148,7 +150,7 @@ def _tree(members: Sequence[int], calls: Sequence[Call]) -> Hops:
     if first.op == "avg":
         at.divide(f"the total is divided by {n}", n, [(0, 0)])
     _handed_down(at, n, first, list(reversed(spans)))
-    return at.hops, [whole]
+    return at.hops, [whole], None
 
 
 def _handed_down(at: _Buffers, n: int, call: Call, spans: Sequence[int]) -> None:
@@ -179,7 +181,7 @@ def _in_order(members: Sequence[int], calls: Sequence[Call]) -> Hops:
         at.hop("the total goes to everyone", [(last, r, 0) for r in range(last)], None)
     elif first.root != last:
         at.hop("the total goes to the root", [(last, first.root, 0)], None)
-    return at.hops, cuts
+    return at.hops, cuts, first.dim % buffers[0].ndim if scatters else None
 
 
 WAYS: dict[str, dict[str, Callable[[Sequence[int], Sequence[Call]], Hops]]] = {

@@ -37,7 +37,8 @@ class Walk:
         what: "dp.all_reduce".
         algorithm: "ring", "tree", or "group order".
         given: by global rank, what each member gave.
-        cuts: chunk -> elements, where chunks are cut from the flattened buffer; or lengths along a dimension.
+        cuts: chunk -> its length along `dim`; its elements where the flattened buffer is cut.
+        dim: which dimension is cut; None: the buffer is flattened first.
     """
 
     what: str
@@ -45,6 +46,7 @@ class Walk:
     given: dict[int, Tensor]
     cuts: tuple[int, ...]
     hops: tuple[Hop, ...]
+    dim: int | None = None
 
     def __len__(self) -> int:
         return len(self.hops)
@@ -67,6 +69,7 @@ class Walk:
             "what": self.what,
             "algorithm": self.algorithm,
             "cuts": list(self.cuts),
+            "dim": self.dim,
             "given": {rank: x.tolist() for rank, x in self.given.items()},
             "hops": [
                 {
@@ -106,10 +109,10 @@ def walked(carried: Carried, algorithm: str | None = None, cluster: Cluster | No
     if len(carried.calls) != len(carried.members):
         raise EmuError(f"not all members of {what} ran", "step a run in which all ranks run")
     given = {m: c.source for m, c in zip(carried.members, carried.calls) if c.source is not None}
-    hops, cuts = ways[algorithm](carried.members, carried.calls)
+    hops, cuts, dim = ways[algorithm](carried.members, carried.calls)
     if cluster is not None:
         hops = _timed(hops, carried, algorithm, cluster)
-    return Walk(what, algorithm, given, tuple(cuts), tuple(hops))
+    return Walk(what, algorithm, given, tuple(cuts), tuple(hops), dim)
 
 
 def _timed(hops: list[Hop], carried: Carried, algorithm: str, cluster: Cluster) -> list[Hop]:

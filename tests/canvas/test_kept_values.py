@@ -173,6 +173,26 @@ def test_numbers_are_kept_to_the_last_bit(numbers, dtype):
     assert alike(kept, t)
 
 
+def put_off(rank):
+    """Tensors that torch conjugates, negates and zeroes only once they are used, beside those that they are views of."""
+    z = torch.tensor([1 + 2j, 3 - 4j])
+    conjugate, minus = z.conj(), z.conj().imag
+    plus, nothing = z.imag.clone(), torch._efficientzerotensor(2)
+    held = rank.group("dp").all_reduce(torch.ones(2))
+    return z, conjugate, minus, plus, nothing, held
+
+
+def test_values_that_torch_puts_off_are_those_that_are_read():
+    with emu.step(put_off, emu.Mesh(dp=2)) as s:
+        reader = Reader(carried(recorded(s).whole()))
+        to_end(s)
+        at = next(i for i, op in enumerate(s.history.ops) if op.kind == "collective")
+        held = {name: value for name, (_, value) in reader.tensors(0, at).items()}
+        assert held["z"] == ["(1+2j)", "(3-4j)"] and held["conjugate"] == ["(1-2j)", "(3+4j)"]
+        assert held["minus"] == [-2.0, 4.0] and held["plus"] == [2.0, -4.0] and held["nothing"] == [0.0, 0.0]
+        assert plain_values(s.at(at).rank(0).tensor("minus")) == [-2.0, 4.0]
+
+
 def test_numbers_that_are_not_in_json_are_text():
     assert plain_values(torch.tensor([float("nan"), float("inf"), -float("inf")])) == ["NaN", "Infinity", "-Infinity"]
     assert plain_values(torch.tensor([2**60, 3])) == [str(2**60), 3]

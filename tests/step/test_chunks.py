@@ -131,6 +131,31 @@ def test_what_is_sent_is_what_the_sender_held(case):
         before = hop.held
 
 
+@given(carried())
+def test_a_chunk_is_a_piece_along_the_dimension_that_is_said(case):
+    given, _, way = case
+    walk = walked(given, way)
+    before = {} if walk.what == "dp.all_gather" else walk.given
+    for hop in walk:
+        for move in hop.moves:
+            if move.src in before:
+                assert torch.equal(piece(walk, before[move.src], move.chunk), move.values)
+            if move.does == "copy":
+                assert torch.equal(piece(walk, hop.held[move.dst], move.chunk), move.values)
+        before = hop.held
+
+
+def piece(walk, held, chunk):
+    whole = held.reshape(-1) if walk.dim is None else held
+    return whole.split(list(walk.cuts), walk.dim or 0)[chunk].reshape(walk_shape(walk, held, chunk))
+
+
+def walk_shape(walk, held, chunk):
+    if walk.dim is None:
+        return (walk.cuts[chunk],)
+    return tuple(walk.cuts[chunk] if d == walk.dim else size for d, size in enumerate(held.shape))
+
+
 def test_a_ring_of_three_by_hand():
     with emu.step(ring, emu.Mesh(dp=3)) as s:
         s.until("all_reduce")

@@ -1,7 +1,7 @@
 // What stands above the panels: where the program stands, in words, and buttons for all that keys do.
 
 import { KEYS } from "./keys.js";
-import { make, write } from "./dom.js";
+import { grey, make, write } from "./dom.js";
 import { timeText } from "./paint.js";
 
 function button(app, command, sign, label, key = "") {
@@ -41,7 +41,11 @@ export class Controls {
     this.until = make("input", { type: "text", size: "18", placeholder: "all_reduce, backward, blocks.0…", "aria-label": "go on until",
       title: "an op, a kind of collective, group.kind, a name, a module, a phase, a mark, rank 2; * for any letters: u" });
     this.number.addEventListener("change", () => this._jump());
-    this.number.addEventListener("keydown", (event) => event.key === "Enter" && this._jump());
+    this.number.addEventListener("keydown", (event) => {
+      if (event.key === "Enter") this._jump();
+      if (event.key === "Escape") this._settle(); // so that leaving it is no jump
+    });
+    this.number.addEventListener("blur", () => this._settle());
     this.until.addEventListener("keydown", (event) => event.key === "Enter" && app.travel.until(this.until.value.trim()));
     this.help = make("div", { class: "help", hidden: true, role: "dialog", "aria-label": "keys" }, helpTable());
     this.first = [button(app, "first", "|◀", "to the beginning", "Home"), button(app, "back10", "−10", "ten steps back", "Shift ←"), button(app, "back", "◀ back", "one step back", "← or b")];
@@ -63,9 +67,21 @@ export class Controls {
     );
   }
 
-  _jump() {
-    const index = this.number.valueAsNumber;
-    if (Number.isFinite(index) && index !== this.app.index) this.app.travel.goto(Math.max(Math.trunc(index), 0));
+  async _jump() {
+    const { value } = this.number;
+    const index = Math.max(Math.trunc(this.number.valueAsNumber), 0);
+    if (this.jumps === index) return; // Enter is a change too
+    if (Number.isFinite(index) && index !== this.app.index) {
+      this.jumps = index;
+      await this.app.travel.goto(index);
+      this.jumps = null;
+    }
+    if (this.number.value === value) this._settle();
+  }
+
+  /** The field says where the program stands, whatever was written there. */
+  _settle() {
+    this.number.value = String(this.app.index);
   }
 
   /** Says what is wrong and what to do; null takes it away. */
@@ -89,8 +105,8 @@ export class Controls {
     if (this.number.getRootNode().activeElement !== this.number) this.number.value = String(index);
     this.number.max = live && !recording.ended ? "" : String(recording.last);
     const done = index >= recording.last && (recording.ended || !live);
-    for (const each of this.first) each.disabled = index === 0;
-    for (const each of this.on) each.disabled = done;
+    for (const each of this.first) grey(each, index === 0);
+    for (const each of this.on) grey(each, done);
   }
 }
 

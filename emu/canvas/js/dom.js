@@ -1,5 +1,7 @@
 // Small helpers around the document. Text of programs comes in as text nodes, never as markup.
 
+import { plainText } from "./text.js";
+
 /**
  * An element with attributes and children.
  * @param {string} tag
@@ -11,21 +13,27 @@ export function make(tag, attributes = {}, ...children) {
   for (const [name, value] of Object.entries(attributes)) {
     if (value === null || value === undefined || value === false) continue;
     if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
-    else node.setAttribute(name, value === true ? "" : String(value));
+    else node.setAttribute(name, value === true ? "" : plainText(value));
   }
-  node.append(...children);
+  node.append(...children.map((each) => (typeof each === "string" ? plainText(each) : each)));
   return node;
 }
 
 /** Writes text only where it changed: unchanged nodes cost no layout, and are not read out again. */
 export function write(node, text) {
-  if (node.textContent !== text) node.textContent = text;
+  const plain = plainText(text);
+  if (node.textContent !== plain) node.textContent = plain;
 }
 
 /** Sets an attribute only where it changed; null takes it away. */
 export function mark(node, name, value) {
   if (value === null) node.removeAttribute(name);
-  else if (node.getAttribute(name) !== value) node.setAttribute(name, value);
+  else if (node.getAttribute(name) !== plainText(value)) node.setAttribute(name, plainText(value));
+}
+
+/** Shows a button as one that does nothing now. It keeps the focus, which a disabled one would lose, and keys with it. */
+export function grey(button, off) {
+  mark(button, "aria-disabled", off ? "true" : null);
 }
 
 /** Makes children out of data and keeps those that are there: a list of any length costs what changed. */

@@ -1,26 +1,66 @@
 // What "until" waits for, over the steps that are known: the same matches as Python's `Stepper.until`.
 
-/** A shell pattern with *, ? and [abc] as a test of whole text; as fnmatchcase, everything else stands for itself. */
-export function shellTest(pattern) {
-  let source = "";
-  for (let i = 0; i < pattern.length; i++) {
-    const letter = pattern[i];
+const ANY = null; // any letters, or none
+
+/** Whether a letter is one of "[...]": its ranges, and letters, after a "!" that turns it around. */
+function setTest(inner) {
+  const letters = Array.from(inner);
+  const turned = letters[0] === "!";
+  const ranges = [];
+  for (let i = turned ? 1 : 0; i < letters.length; ) {
+    const far = letters[i + 1] === "-" && i + 2 < letters.length;
+    ranges.push([letters[i], letters[far ? i + 2 : i]].map((each) => each.codePointAt(0))); // one that runs backwards has none
+    i += far ? 3 : 1;
+  }
+  return (letter) => {
+    const code = letter.codePointAt(0);
+    return ranges.some(([low, high]) => low <= code && code <= high) !== turned;
+  };
+}
+
+function partsOf(pattern) {
+  const parts = [];
+  for (let i = 0; i < pattern.length; ) {
+    const letter = String.fromCodePoint(pattern.codePointAt(i));
     // In [abc] a "]" that comes first is one of the letters.
     const close = letter === "[" ? pattern.indexOf("]", i + (pattern[i + 1] === "!" ? 3 : 2)) : -1;
-    if (letter === "*") source += "[^]*";
-    else if (letter === "?") source += "[^]";
-    else if (close > 0) {
-      const inner = pattern.slice(i + 1, close).replace(/[\\\]^[&~|]/g, "\\$&");
-      source += inner[0] === "!" ? `[^${inner.slice(1)}]` : `[${inner}]`;
-      i = close;
-    } else source += letter.replace(/[\\^$.*+?()[\]{}|/]/g, "\\$&");
+    if (letter === "*") parts.push(ANY);
+    else if (letter === "?") parts.push(() => true);
+    else if (close > 0) parts.push(setTest(pattern.slice(i + 1, close)));
+    else parts.push((other) => other === letter);
+    i = close > 0 ? close + 1 : i + letter.length;
   }
-  try {
-    const whole = new RegExp(`^(?:${source})$`);
-    return (text) => whole.test(text);
-  } catch {
-    return () => false; // a range that runs backwards matches nothing
-  }
+  return parts;
+}
+
+/** A shell pattern with *, ? and [abc] as a test of whole text; as fnmatchcase, everything else stands for itself. */
+export function shellTest(pattern) {
+  const parts = partsOf(pattern);
+  return (text) => {
+    const letters = Array.from(text);
+    // Only the last * may have to take more: what those before it took is enough. So no pattern takes long.
+    let [part, star, from] = [0, -1, 0];
+    for (let i = 0; i < letters.length; ) {
+      if (part < parts.length && parts[part] !== ANY && parts[part](letters[i])) {
+        part += 1;
+        i += 1;
+      } else if (part < parts.length && parts[part] === ANY) {
+        star = part;
+        from = i;
+        part += 1;
+      } else if (star >= 0) {
+        from += 1;
+        i = from;
+        part = star + 1;
+      } else return false;
+    }
+    return parts.slice(part).every((each) => each === ANY);
+  };
+}
+
+/** Whether a pattern matches a whole text. */
+export function matches(pattern, text) {
+  return shellTest(pattern)(text);
 }
 
 function isCalled(op, test) {

@@ -1,7 +1,7 @@
 // The two kept layers of a timeline: all bars in full, and a page with names, an axis and the same bars, faded. They are
 // drawn again when what is seen changes, and only put together at a step.
 
-import { Brushes, FONT, centred, cutText, sized, tickText, ticksOf, timeUnit } from "./paint.js";
+import { Brushes, FONT, centred, cutText, sized, ticksOf, timeUnit } from "./paint.js";
 import { drawRow } from "./bars.js";
 
 export const AXIS = 34; // pixels under the rows
@@ -89,10 +89,10 @@ export class Layers {
     context.fillRect(line.left, y, line.width - line.left - RIGHT, 1);
     context.font = `10.5px ${FONT}`;
     context.textBaseline = "top";
-    for (const at of ticksOf(low / unit_s, high / unit_s, (line.width - line.left) / 80)) {
+    for (const [at, text] of ticksOf(low / unit_s, high / unit_s, (line.width - line.left) / 80)) {
       const x = line.left + (at * unit_s - low) * line.scale;
       context.fillRect(x - 0.5, y, 1, 4);
-      centred(context, tickText(at), x, y + 6, 0, line.width);
+      centred(context, text, x, y + 6, 0, line.width);
     }
     context.textAlign = "right";
     const provisional = line.app.recording.provisional ? ", provisional" : "";

@@ -1,6 +1,6 @@
 // Device memory: a stacked bar of every rank where it stands, and one rank's memory over all steps that are known.
 
-import { Brushes, FONT, bytesText, centred, sampleRanks, sized, tickText, ticksOf } from "./paint.js";
+import { Brushes, FONT, bytesText, centred, sampleRanks, sized, ticksOf } from "./paint.js";
 import { countBelow, pairKey } from "./record.js";
 import { Undo, make, mark, panel, write } from "./dom.js";
 
@@ -127,10 +127,10 @@ export class Memory {
     context.fillRect(left, y, room, 1);
     context.font = `10px ${FONT}`;
     context.textBaseline = "top";
-    for (const at of ticksOf(0, end, room / 60)) {
+    for (const [at, text] of ticksOf(0, end, room / 60)) {
       const x = left + (at / end) * room;
       context.fillRect(x - 0.5, y, 1, 3);
-      centred(context, tickText(at), x, y + 4, 0, this.width);
+      centred(context, text, x, y + 4, 0, this.width);
     }
     context.textAlign = "right";
     context.fillText(label, left + room, y + 16);
@@ -191,10 +191,10 @@ export class Memory {
     context.fillStyle = inks.faint;
     context.textAlign = "right";
     context.textBaseline = "middle";
-    for (const at of ticksOf(0, this.most / unit_bytes, 3)) {
+    for (const [at, text] of ticksOf(0, this.most / unit_bytes, 3)) {
       const y = tall + 6 - height(at * unit_bytes);
       context.fillRect(this.left - 3, y - 0.5, 3, 1);
-      context.fillText(`${Number(at.toPrecision(3))}${at ? ` ${unit}` : ""}`, this.left - 5, Math.max(y, 6));
+      context.fillText(`${text}${at ? ` ${unit}` : ""}`, this.left - 5, Math.max(y, 6));
     }
     this._axis(context, tall + 7, this.left, room, last, "steps taken, of all ranks", inks);
   }

@@ -1,5 +1,7 @@
 // How everything looks: inks by theme, hatches, canvases that are sharp on any screen, and numbers for people.
 
+import { plainText } from "./text.js";
+
 export const FONT = '"DejaVu Sans", Verdana, system-ui, sans-serif';
 const BAR_INK = "#222222"; // hatches lie on the colours of bars, which are the same in every theme
 
@@ -180,33 +182,27 @@ export function timeText(seconds) {
   return metricText(seconds, "s");
 }
 
-/** A number of a tensor, as short as six digits allow; what JSON lacks comes as text. */
-export function numberText(value) {
-  if (typeof value !== "number") return String(value);
-  if (Number.isInteger(value) && Math.abs(value) < 1e7) return String(value);
-  return String(Number(value.toPrecision(5))).replace("e+", "e");
-}
-
 /** The unit of an axis up to `longest` seconds: [name, seconds]. */
 export function timeUnit(longest) {
   const units = [["s", 1], ["ms", 1e-3], ["µs", 1e-6], ["ns", 1e-9]];
   return longest <= 0 ? units[0] : units.find(([, length]) => longest >= 0.9 * length) || units[3];
 }
 
-/** Round numbers from low to high, at most about `most`. */
+/** Round numbers from low to high, at most about `most`, each with its text: [number, "20,000"][]. */
 export function ticksOf(low, high, most) {
   const rough = (high - low) / Math.max(most, 1);
-  if (!(rough > 0)) return [low];
+  if (!(rough > 0)) return [[low, tickText(low, 1)]];
   const power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 5, 10].map((n) => n * power).find((n) => n >= rough * 0.999);
   const found = [];
-  for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i++) found.push(i * step);
+  for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i++) found.push([i * step, tickText(i * step, step)]);
   return found;
 }
 
-/** A number at an axis: 20000 -> "20,000", without the noise of rounding. */
-export function tickText(at) {
-  const [whole, part] = String(Number(at.toPrecision(6))).split(".");
+/** A number at an axis with the digits that tell it from the next, a step further: 20000 -> "20,000". */
+function tickText(at, step) {
+  const digits = Math.min(Math.max(-Math.floor(Math.log10(step) + 1e-9), 0), 15);
+  const [whole, part] = at.toFixed(digits).replace(/^-(?=[0.]*$)/, "").split(".");
   const grouped = whole.replace(/\B(?=(\d{3})+$)/g, ","); // toLocaleString takes longer than all bars
   return part ? `${grouped}.${part}` : grouped;
 }
@@ -219,7 +215,8 @@ export function centred(context, text, x, y, left, right) {
 }
 
 /** Text cut to a width in pixels, with an ellipsis. */
-export function cutText(context, text, width) {
+export function cutText(context, name, width) {
+  const text = plainText(name);
   if (context.measureText(text).width <= width) return text;
   let low = 0;
   let high = text.length;

@@ -1,7 +1,7 @@
 // How every rank stands: a card each, with its line, what it did last and does next, its streams and what is under way.
 
 import { bytesText, sampleRanks } from "./paint.js";
-import { fill, make, mark, panel, write } from "./dom.js";
+import { fill, grey, make, mark, panel, write } from "./dom.js";
 
 const MOST_CARDS = 16;
 // A sign tells states apart where colours do not.
@@ -86,6 +86,6 @@ export class Ranks {
     const button = card.querySelector("button");
     mark(button, "aria-label", `let rank ${rank.rank} take its next step`);
     mark(card, "aria-label", `rank ${rank.rank}, ${rank.state}`);
-    button.disabled = this.app.state.ended || rank.state === "ended";
+    grey(button, this.app.state.ended || rank.state === "ended");
   }
 }

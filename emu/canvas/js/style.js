@@ -18,8 +18,8 @@ h3 { font-weight: bold; }
 button, input, select { font: inherit; color: inherit; background: var(--ground); border: 1px solid var(--faint); border-radius: 4px;
   padding: 3px 8px; min-height: 28px; }
 button { cursor: pointer; }
-button:hover:not(:disabled) { background: var(--tint); }
-button:disabled { opacity: 0.45; cursor: default; }
+button:hover:not([aria-disabled]) { background: var(--tint); }
+button[aria-disabled], select:disabled { opacity: 0.45; cursor: default; }
 button.small { padding: 0 7px; min-height: 22px; font-size: 12px; }
 button.link { border: 0; padding: 0; min-height: 0; text-decoration: underline; text-align: left; background: none; font-family: monospace; }
 button.fold { border: 0; padding: 2px 4px 2px 0; font-weight: bold; background: none; }
@@ -33,6 +33,7 @@ button.fold .sign { display: inline-block; width: 1.2em; }
 .status .where { font-weight: bold; }
 .status .what { white-space: pre-line; }
 .alert { background: var(--alert); border-left: 4px solid var(--cursor); padding: 6px 10px; margin: 6px 0; overflow-wrap: anywhere; }
+.emu span, .emu button, .emu option { unicode-bidi: isolate; }
 .busy { color: var(--faint); }
 .note, .caption { color: var(--faint); font-size: 12px; overflow-wrap: anywhere; }
 .panel { margin-top: 14px; min-width: 0; }

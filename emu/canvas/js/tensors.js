@@ -1,6 +1,7 @@
 // The tensors that a rank holds by the names that its program has for them, and the numbers of one of them.
 
-import { bytesText, numberText } from "./paint.js";
+import { bytesText } from "./paint.js";
+import { isWhole, numberText, plainText } from "./text.js";
 import { pairKey } from "./record.js";
 import { foldable, make, write } from "./dom.js";
 import { shellTest } from "./goals.js";
@@ -43,10 +44,10 @@ function slices(value, path = []) {
   return value.slice(0, MOST_SLICES).flatMap((each, i) => slices(each, [...path, i])).slice(0, MOST_SLICES);
 }
 
-function numbersTable({ path, rows }) {
+function numbersTable({ path, rows }, whole) {
   const wide = rows[0] ? rows[0].length : 0;
   const line = (row) => {
-    const cells = row.slice(0, MOST_COLUMNS).map((each) => make("td", {}, numberText(each)));
+    const cells = row.slice(0, MOST_COLUMNS).map((each) => make("td", {}, numberText(each, whole)));
     return make("tr", {}, ...cells, ...(wide > MOST_COLUMNS ? [make("td", {}, `… ${wide - MOST_COLUMNS} more`)] : []));
   };
   const body = rows.slice(0, MOST_ROWS).map(line);
@@ -81,16 +82,16 @@ export class Tensors {
   renew() {}
 
   async draw() {
-    if (!this.fold.open) return;
     const asked = (this.asked = {});
+    if (!this.fold.open) return write(this.fold.note, ""); // what it said may be so no more
     const found = await this.app.tensorsAt();
-    if (asked !== this.asked) return; // the page has gone on meanwhile
+    if (asked !== this.asked) return undefined; // the page has gone on meanwhile
     this.tensors = found.tensors || [];
     write(this.fold.note, `rank ${this.app.selected}, ${this.tensors.length} with a name`);
     const none = found.tensors && !found.tensors.length ? "it holds none that its program has a name for" : "";
     write(this.says, found.error ? `${found.error.message}${found.error.hint ? `: ${found.error.hint}` : ""}` : none);
     this._list();
-    await this._value(asked);
+    return this._value(asked);
   }
 
   _list() {
@@ -119,8 +120,8 @@ export class Tensors {
     const found = tensor.value !== undefined ? { value: tensor.value } : await this.app.valueOf(tensor);
     if (asked !== this.asked) return undefined;
     const title = make("p", { class: "caption" }, `${tensor.name} on rank ${this.app.selected}: ${tensor.dtype}[${tensor.shape.join(", ")}]`);
-    if (found.error) title.append(`; ${found.error.message}`);
-    const parts = found.error ? [] : slices(found.value).map(numbersTable);
+    if (found.error) title.append(plainText(`; ${found.error.message}`));
+    const parts = found.error ? [] : slices(found.value).map((each) => numbersTable(each, isWhole(tensor.dtype)));
     return this.value.replaceChildren(title, make("div", { class: "scroll" }, ...parts));
   }
 }

@@ -39,7 +39,7 @@ export class Timeline {
     if (what === "rows" && priced && !this.by_step) return; // rows without times change no bar
     this.by_step = priced ? Boolean(this.steps) : true;
     this.bars = this.by_step ? barsOfSteps(recording) : barsOfSpans(recording);
-    this.longest = Math.max(this.by_step ? recording.known : Math.max(recording.step_time_s || 0, this.bars.longest), 1e-12);
+    this.longest = this.by_step ? Math.max(recording.known, 1) : Math.max(recording.step_time_s || 0, this.bars.longest, 1e-12);
     this.by.hidden = !priced;
     write(this.by, this.by_step ? "by time" : "by step");
     this.by.title = this.by_step ? "show bars in time" : "show one bar a step, all of the same length";

@@ -1,8 +1,9 @@
 // A collective hop by hop with its real values: a row for every member, a column for every chunk, and an arrow down a
 // column for every chunk that moves. The strip under a cell's numbers says whose data are in it.
 
-import { FONT, cutText, numberText, sized, timeText } from "./paint.js";
-import { foldable, make, mark, write } from "./dom.js";
+import { FONT, cutText, sized, timeText } from "./paint.js";
+import { isWhole, numberText } from "./text.js";
+import { foldable, grey, make, mark, write } from "./dom.js";
 import { arrowHead } from "./flight.js";
 
 const CELL = 46;
@@ -10,37 +11,19 @@ const HEAD = 20;
 const GUTTER = 30; // beside every column, for its arrows
 const GLIDE_MS = 260;
 
-function shapeOf(x) {
-  const shape = [];
-  for (let each = x; Array.isArray(each); each = each[0]) shape.push(each.length);
-  return shape;
-}
-
 function along(x, dim, from, to) {
   return dim === 0 ? x.slice(from, to) : x.map((each) => along(each, dim - 1, from, to));
 }
 
 /**
- * How a buffer is cut: along which dimension; -1: flattened.
+ * The numbers of one chunk of a buffer, in a row.
  * @param {object} walk what `Walk.as_dict()` says
+ * @param held nested numbers: what a member holds
  */
-export function cutsAlong(walk) {
-  const hop = walk.hops.find((each) => each.moves.length);
-  const held = hop && Object.values(hop.held)[0];
-  const sent = hop && hop.moves[0];
-  if (!hop) return -1;
-  const [whole, part] = [shapeOf(held), shapeOf(sent.values)];
-  if (whole.length < 2 || part.length !== whole.length) return -1;
-  const total = walk.cuts.reduce((sum, each) => sum + each, 0);
-  return whole.findIndex((size, d) => size === total && part[d] === walk.cuts[sent.chunk]
-    && whole.every((other, e) => e === d || other === part[e]));
-}
-
-/** The numbers of one chunk of a buffer, in a row. */
-export function chunkOf(walk, held, chunk, dim = cutsAlong(walk)) {
+export function chunkOf(walk, held, chunk) {
   const from = walk.cuts.slice(0, chunk).reduce((sum, each) => sum + each, 0);
   const to = from + walk.cuts[chunk];
-  if (dim >= 0) return along(held, dim, from, to).flat(Infinity);
+  if (Number.isInteger(walk.dim)) return along(held, walk.dim, from, to).flat(Infinity);
   return [held].flat(Infinity).slice(from, to);
 }
 
@@ -49,7 +32,7 @@ export function sharesAfter(walk, hops) {
   const gathers = walk.what.endsWith("all_gather");
   const ranks = Object.keys(walk.given).map(Number);
   const shares = new Map(ranks.map((rank) => [rank, walk.cuts.map(() => new Set(gathers ? [] : [rank]))]));
-  if (gathers) for (const move of walk.hops[0]?.moves || []) shares.get(move.src)?.[move.chunk].add(move.src);
+  if (gathers) for (const rank of ranks) shares.get(rank)[ownChunk(walk, rank)]?.add(rank);
   for (const hop of walk.hops.slice(0, hops)) {
     const sent = hop.moves.map((move) => new Set(shares.get(move.src)?.[move.chunk]));
     hop.moves.forEach((move, i) => {
@@ -58,6 +41,18 @@ export function sharesAfter(walk, hops) {
     });
   }
   return shares;
+}
+
+/** The numbers that a member holds of a chunk after some hops; before the first, what it gives. */
+export function numbersAfter(walk, hops, rank, chunk) {
+  if (hops) return chunkOf(walk, walk.hops[hops - 1].held[rank], chunk);
+  if (!walk.what.endsWith("all_gather")) return chunkOf(walk, walk.given[rank], chunk);
+  return ownChunk(walk, rank) === chunk ? [walk.given[rank]].flat(Infinity) : [];
+}
+
+/** Which chunk of the whole a member of an all_gather gives: it is the first that it sends. One alone gives all of it. */
+function ownChunk(walk, rank) {
+  return walk.hops.length ? walk.hops[0].moves.find((move) => move.src === rank)?.chunk : 0;
 }
 
 /** The walk's part of the page. */
@@ -101,8 +96,11 @@ export class WalkView {
 
   /** Fetches what is walked at this step, and draws it. */
   async draw() {
-    if (!this.fold.open) return;
     const asked = (this.asked = {});
+    if (!this.fold.open) {
+      write(this.fold.note, ""); // what it said may be so no more
+      return;
+    }
     const found = await this.app.walkAt(this.algorithm);
     if (asked !== this.asked) return; // the page has gone on meanwhile
     const walk = found.walk || null;
@@ -137,19 +135,12 @@ export class WalkView {
     const now = hop ? walk.hops[hop - 1] : null;
     const times = now && now.times_s ? ` (${timeText(now.times_s[0])} to ${timeText(now.times_s[1])} from when all are there)` : "";
     write(this.says, now ? `hop ${hop} of ${walk.hops.length}: ${now.says}${times}` : `before the first of ${walk.hops.length} hops: what everyone gives`);
-    this.back.disabled = hop === 0;
-    this.on.disabled = hop === walk.hops.length;
+    grey(this.back, hop === 0);
+    grey(this.on, hop === walk.hops.length);
     const moves = now ? now.moves.map((each) => `rank ${each.src} sends chunk ${each.chunk} to rank ${each.dst}, to ${each.does}`) : [];
     mark(this.canvas, "aria-label", `${walk.what} by ${walk.algorithm}. ${moves.join("; ") || "nothing moves"}`);
   }
 
-  _held(rank, dim) {
-    const { walk, hop } = this;
-    if (hop) return (chunk) => chunkOf(walk, walk.hops[hop - 1].held[rank], chunk, dim);
-    if (!walk.what.endsWith("all_gather")) return (chunk) => chunkOf(walk, walk.given[rank], chunk, dim);
-    const own = (walk.hops[0]?.moves || []).find((move) => move.src === rank);
-    return (chunk) => (own && own.chunk === chunk ? [walk.given[rank]].flat(Infinity) : []);
-  }
 
   _paint(share) {
     const { walk, hop } = this;
@@ -161,7 +152,6 @@ export class WalkView {
     const context = sized(this.canvas, left + chunks * column, HEAD + ranks.length * CELL + 4);
     const moves = hop ? walk.hops[hop - 1].moves : [];
     const shares = sharesAfter(walk, hop);
-    const dim = cutsAlong(walk);
     context.textBaseline = "middle";
     context.font = `11px ${FONT}`;
     context.fillStyle = inks.faint;
@@ -173,12 +163,11 @@ export class WalkView {
       context.font = `bold 11px ${FONT}`;
       context.textAlign = "left";
       context.fillText(`rank ${rank}`, 2, y + CELL / 2 - 2);
-      const held = this._held(rank, dim);
       for (let c = 0; c < chunks; c++) {
         const arrives = moves.find((move) => move.dst === rank && move.chunk === c);
         const sent = moves.some((move) => move.src === rank && move.chunk === c);
         const box = { x: left + c * column, y: y + 2, w: column - GUTTER, h: CELL - 7 };
-        this._cell(context, inks, box, held(c), shares.get(rank)[c], ranks, arrives, sent);
+        this._cell(context, inks, box, numbersAfter(walk, hop, rank, c), shares.get(rank)[c], ranks, arrives, sent);
       }
     });
     const row = new Map(ranks.map((rank, r) => [rank, HEAD + r * CELL + CELL / 2 - 2]));
@@ -198,7 +187,8 @@ export class WalkView {
     context.font = `11px ${FONT}`;
     context.textAlign = "left";
     const sign = arrives ? (arrives.does === "add" ? "+ " : "= ") : "";
-    const text = values.length ? `${sign}${values.slice(0, 64).map(numberText).join("  ")}` : "";
+    const whole = isWhole(this.walk.dtype);
+    const text = values.length ? `${sign}${values.slice(0, 64).map((each) => numberText(each, whole)).join("  ")}` : "";
     const first = cutText(context, text, w - 10);
     const cut = first.endsWith("…") && first !== text ? first.slice(0, -1).lastIndexOf("  ") : -1;
     if (cut > 0) {
