@@ -7,6 +7,7 @@ import json
 import math
 from fnmatch import fnmatchcase
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,6 +16,7 @@ from step.test_chunks import carried as collectives
 from step.test_chunks import piece
 
 from emu.canvas import module
+from emu.canvas.record import OP, table
 from emu.stepping.chunks import walked
 from emu.stepping.values import plain_values, plain_walk
 from emu.trace.units import plain_text
@@ -23,24 +25,31 @@ pytestmark = pytest.mark.browser
 
 
 @pytest.fixture(scope="module")
-def parts(chromium):
-    """Calls functions of a file of the page's JavaScript: parts("text", "numberText", [arguments of a call, ...])."""
+def run(chromium):
+    """Runs a function of a file of the page's JavaScript and of data: run("text", "(found, data) => ...", data)."""
     page = chromium.new_page()
     page.set_default_timeout(20_000)
 
-    def call(name, function, calls):
+    def does(name, function, data):
         text = base64.b64encode(module(name).encode()).decode()
         return json.loads(
             page.evaluate(
-                "async ([text, name, calls]) => {"
-                " const found = await import('data:text/javascript;base64,' + text);"
-                " return JSON.stringify(JSON.parse(calls).map((all) => found[name](...all))); }",
-                [text, function, json.dumps(calls)],
+                "async ([text, data]) => { const found = await import('data:text/javascript;base64,' + text);"
+                f" return JSON.stringify(({function})(found, JSON.parse(data))); }}",
+                [text, json.dumps(data)],
             )
         )
 
-    yield call
+    yield does
     page.close()
+
+
+@pytest.fixture(scope="module")
+def parts(run):
+    """Calls a function again and again: parts("text", "numberText", [arguments of a call, ...])."""
+    return lambda name, function, calls: run(
+        name, f"(found, calls) => calls.map((all) => found.{function}(...all))", calls
+    )
 
 
 def test_whole_numbers_are_exact_and_others_show_that_they_are_rounded(parts):
@@ -118,15 +127,37 @@ def test_marks_of_an_axis_can_be_told_apart(low, parts):
 def test_every_cell_of_a_walk_has_the_numbers_of_its_chunk(parts, case):
     given, _, way = case
     walk = walked(given, way)
+    gathers, come = walk.what == "dp.all_gather", {(rank, i) for i, rank in enumerate(walk.given)}
     asked, wanted = [], []
     for number, hop in enumerate(walk, 1):
+        come |= {(move.dst, move.chunk) for move in hop.moves}
         for rank, held in hop.held.items():
             for chunk in range(len(walk.cuts)):
                 asked.append([plain_walk(walk), number, rank, chunk])
-                wanted.append(plain_values(piece(walk, held, chunk).reshape(-1)))
+                wanted.append(
+                    [] if gathers and (rank, chunk) not in come else plain_values(piece(walk, held, chunk).reshape(-1))
+                )
     for i, (rank, held) in enumerate(walk.given.items()):
         for chunk in range(len(walk.cuts)):
             asked.append([plain_walk(walk), 0, rank, chunk])
             own = held.reshape(-1) if chunk == i else torch.zeros(0)
-            wanted.append(plain_values(own if walk.what == "dp.all_gather" else piece(walk, held, chunk).reshape(-1)))
+            wanted.append(plain_values(own if gathers else piece(walk, held, chunk).reshape(-1)))
     assert parts("walk", "numbersAfter", asked) == wanted
+
+
+def grown(kinds):
+    columns = {name: np.asarray(kinds if name == "kind" else [0] * len(kinds)) for name in OP}
+    return {"ops": table(columns)}
+
+
+def test_views_of_one_record_grow_apart(run):
+    """A notebook gives what it hears to all views of a widget, as one object."""
+    record = {"format": 1, "ranks": [0], "strings": ["", "a"], "known": 0, "ended": False, **grown([1])}
+    part = {"strings": ["b"], "known": 0, "members": [[0]], **grown([2, 1])}
+    two = """({ Recording }, [record, part, next]) => {
+      const views = [new Recording(record), new Recording(record)];
+      for (const each of [part, next]) for (const view of views) view.add(each);
+      return views.map((view) => [view.strings, view.members, [0, 1, 2, 3].map((row) => view.op(row).kind)]);
+    }"""
+    seen = run("record", two, [record, part, {"strings": ["c"], "known": 0, **grown([3])}])
+    assert seen == [[["", "a", "b", "c"], [[0]], ["a", "b", "a", "c"]]] * 2

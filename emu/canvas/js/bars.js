@@ -7,7 +7,7 @@ import { countBelow } from "./record.js";
 export class Bars {
   /**
    * @param {{rank: number, name: string}[]} rows
-   * @param {object} columns row, start, moves, end, paint, label, step, alone: arrays of n numbers
+   * @param {object} columns row, start, moves, end, paint, label, step: arrays of n numbers; alone: gives one
    * @param {number} n
    * @param {{name: string, colour: string, hatch: string}[]} paints of which columns.paint are numbers; -1: none of them
    */
@@ -19,7 +19,8 @@ export class Bars {
     for (let i = 0; i < n; i++) this.first[columns.row[i] + 1] += 1;
     for (let r = 0; r < rows.length; r++) this.first[r + 1] += this.first[r];
     const order = orderOf(columns, n, this.first);
-    for (const name of ["start", "moves", "end", "alone", "paint", "label", "step"]) this[name] = ordered(columns[name], order, n);
+    for (const name of ["start", "moves", "end", "paint", "label", "step"]) this[name] = ordered(columns[name], order, n);
+    this._alone = () => ordered(columns.alone?.(), order, n); // few ask for it
     // The furthest end, and the latest step, up to each bar: both ascend, whatever the bars do.
     this.reach = running(this.end, this.first);
     this.issue = running(this.step, this.first);
@@ -31,6 +32,11 @@ export class Bars {
       if (i === 0 || this.paint[i] !== this.paint[i - 1]) this.used.add(this.paint[i]);
       if (this.moves[i] > this.start[i]) this.waits = true;
     }
+  }
+
+  /** How long each would last alone; nothing where that is not known. */
+  get alone() {
+    return (this._lone ??= this._alone());
   }
 
   /** The bars of a row that reach into a window: [from, to). */
@@ -125,7 +131,7 @@ export function barsOfSpans(recording) {
   const column = (name) => spans.column(name);
   const columns = { row: column("row"), start: column("start_s"), moves: column("moves_s"), end: column("end_s") };
   Object.assign(columns, { paint: column("paint"), label: column("label"), step: column("step") });
-  if (spans.has("alone_s")) columns.alone = column("alone_s");
+  if (spans.has("alone_s")) columns.alone = () => column("alone_s");
   return new Bars(rows, columns, spans.n, recording.paints);
 }
 
@@ -133,53 +139,32 @@ export function barsOfSpans(recording) {
  * Draws a row's bars within a window. Bars thinner than a pixel are gathered: each pixel shows the share of its time that
  * every colour takes, so a row that is busy a fifth of its time looks a fifth busy.
  * @param {object} view {low, high, left, scale: CSS pixels to a second, pixel: CSS pixels to a screen pixel}
+ * @param {Strip} strip of as many screen pixels as the context is wide
  */
-export function drawRow(context, bars, row, view, y, height, brushes, inks) {
+export function drawRow(context, bars, row, view, y, height, brushes, inks, strip) {
   const { paints } = bars;
   const [from, to] = bars.within(row, view.low, view.high);
   const { left, low, scale, pixel } = view;
   const right = left + (view.high - low) * scale;
-  const shares = new Float64Array(paints.length + 1);
-  const touched = [];
-  let column = -1;
-  const flush = () => {
-    let x = column * pixel;
-    for (const paint of touched) {
-      const share = Math.min(shares[paint], (column + 1) * pixel - x);
-      context.fillStyle = (paints[paint] || { colour: "#d0d0d0" }).colour;
-      context.fillRect(x, y, share, height);
-      x += share;
-      shares[paint] = 0;
-    }
-    touched.length = 0;
-  };
+  strip.clear(paints);
   for (let i = from; i < to; i++) {
     const x0 = Math.max(left + (bars.start[i] - low) * scale, left);
     const x1 = Math.min(left + (bars.end[i] - low) * scale, right);
-    const paint = bars.paint[i] < 0 ? paints.length : bars.paint[i];
     if (x1 - x0 < 1.5 * pixel) {
-      const own = Math.floor(x0 / pixel);
-      if (own !== column) {
-        flush();
-        column = own;
-      }
-      if (!shares[paint]) touched.push(paint);
-      shares[paint] += Math.max(x1 - x0, 1e-6);
+      strip.add(Math.floor(x0 / pixel), Math.max((x1 - x0) / pixel, 1e-6), bars.paint[i]);
       continue;
     }
-    flush();
-    column = -1;
     const xm = Math.min(Math.max(left + (bars.moves[i] - low) * scale, x0), x1);
     if (xm - x0 >= 2) {
       context.strokeStyle = inks.edge;
       context.lineWidth = 0.8;
       context.strokeRect(x0 + 0.5, y + 0.5, xm - x0 - 1, height - 1);
     }
-    brushes.area(context, paints[paint], xm, y, x1 - xm, height, inks, 1 / pixel);
+    brushes.area(context, paints[bars.paint[i]], xm, y, x1 - xm, height, inks, 1 / pixel);
     if (x1 - xm > 4) {
       context.fillStyle = inks.ground; // a seam, so that one operation is told from the next
       context.fillRect(x1 - 0.7, y, 0.7, height);
     }
   }
-  flush();
+  strip.draw(context, y, height, pixel);
 }

@@ -3,6 +3,7 @@
 
 import { Brushes, FONT, centred, cutText, sized, ticksOf, timeUnit } from "./paint.js";
 import { drawRow } from "./bars.js";
+import { Strip } from "./strip.js";
 
 export const AXIS = 34; // pixels under the rows
 export const TOP = 14; // above them, for the triangle of the next rank
@@ -35,9 +36,10 @@ export class Layers {
       context.rect(0, TOP - 2, line.width, line.seen + 4);
       context.clip();
     }
+    const strip = new Strip(this.full.width);
     line.each((row, y) => {
       const from = y + BAR[0] * line.pitch;
-      drawRow(full, line.bars, row, view, from, (BAR[1] - BAR[0]) * line.pitch, this.brushes, inks);
+      drawRow(full, line.bars, row, view, from, (BAR[1] - BAR[0]) * line.pitch, this.brushes, inks, strip);
       page.fillStyle = inks.line;
       page.fillRect(line.left, y + BAR[1] * line.pitch, span, 1);
     });

@@ -1,7 +1,7 @@
 // Device memory: a stacked bar of every rank where it stands, and one rank's memory over all steps that are known.
 
 import { Brushes, FONT, bytesText, centred, sampleRanks, sized, ticksOf } from "./paint.js";
-import { countBelow, pairKey } from "./record.js";
+import { countBelow } from "./record.js";
 import { Undo, make, mark, panel, write } from "./dom.js";
 
 const MOST_RANKS = 24;
@@ -202,11 +202,13 @@ export class Memory {
   /** Of every pixel's steps, the one at which most memory lived: a peak of one step is not lost. */
   _stacks(rank, columns, last) {
     const { recording } = this.app;
-    const series = recording.series("memory");
     const { memory } = recording.tables;
     const step = memory.column("step");
     const size = memory.column("bytes");
-    const groups = this.used.map((category) => series.groups.get(pairKey(rank, category.id)) || []);
+    const [ranks, kinds] = [memory.column("rank"), memory.column("category")];
+    const by_kind = new Map(this.used.map((category) => [category.id, []]));
+    for (let i = 0; i < memory.n; i++) if (ranks[i] === rank) by_kind.get(kinds[i])?.push(i);
+    const groups = [...by_kind.values()];
     const at = groups.map(() => 0);
     const bytes = new Float64Array(columns * groups.length);
     const own = recording.taken(rank);

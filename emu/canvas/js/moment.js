@@ -20,7 +20,7 @@ function absent(members, come) {
 /** Communications that wait for somebody at a step: row of `open` -> {come, waits_for, members}. */
 function waiting(recording, index) {
   const { open } = recording.tables;
-  const parts = recording.series("parts");
+  const parts = recording.series("parts").until(index);
   const part_rank = recording.tables.parts.column("rank");
   const begin = open.column("begin");
   const end = open.column("end");
@@ -91,7 +91,7 @@ function works(recording, index, open) {
 
 /** Streams that were given something: rank -> them, each rank's in the order of first use. */
 function streams(recording, index) {
-  const series = recording.series("streams");
+  const series = recording.series("streams").until(index);
   const table = recording.tables.streams;
   const found = new Map();
   for (const rows of series.groups.values()) {

@@ -38,7 +38,7 @@ export class Table {
     this._columns = {};
     if (json) {
       this.n = json.n;
-      this._coded = json.columns;
+      this._coded = { ...json.columns };
     }
   }
 
@@ -84,22 +84,22 @@ export class Series {
   constructor(table, keys) {
     this.table = table;
     this.keys = keys;
-    this.groups = new Map(); // in the order in which keys are first seen in the table
+    this.groups = new Map(); // in the order in which keys are first seen in the table: rows up to a step, see `until`
     this._seen = 0;
-    this.update();
   }
 
-  /** Takes rows that were added to the table. */
-  update() {
+  /** Sorts rows by key up to a step: rows come in the order of their steps, and a page begins with few of them. */
+  until(index) {
     const { table, keys } = this;
-    if (this._seen === table.n) return;
+    if (this._seen === table.n || table.column("step")[this._seen] > index) return this;
     const first = table.column(keys[0]);
     const second = keys.length > 1 ? table.column(keys[1]) : null;
     const step = table.column("step");
     const mixed = new Set();
     let key = NaN;
     let rows = null;
-    for (let i = this._seen; i < table.n; i++) {
+    let i = this._seen;
+    for (; i < table.n && step[i] <= index; i++) {
       const own = second ? pairKey(first[i], second[i]) : first[i];
       if (own !== key) {
         key = own;
@@ -110,12 +110,13 @@ export class Series {
       rows.push(i);
     }
     for (const each of mixed) each.sort((a, b) => step[a] - step[b] || a - b);
-    this._seen = table.n;
+    this._seen = i;
+    return this;
   }
 
   /** The last row of a key that is seen at a step, or -1. */
   at(key, index) {
-    const rows = this.groups.get(key);
+    const rows = this.until(index).groups.get(key);
     return rows ? this.within(rows, index) : -1;
   }
 
@@ -168,13 +169,13 @@ export class Recording {
   /** @param {object} json a record of format 1 */
   constructor(json) {
     if (!json || json.format !== 1) throw new Error(`this page reads records of format 1, not ${json && json.format}`);
-    this.about = json;
+    this.about = json; // what grows is its own: a notebook shows one record in several views
     this.ranks = json.ranks;
-    this.strings = json.strings;
-    this.members = json.members || [];
-    this.walks = json.walks || {};
-    this.abouts = json.abouts || [];
-    this.values = json.values || [];
+    this.strings = [...json.strings];
+    this.members = [...(json.members || [])];
+    this.walks = { ...json.walks };
+    this.abouts = [...(json.abouts || [])];
+    this.values = [...(json.values || [])];
     this.tables = {};
     for (const name of TABLES) this.tables[name] = new Table(json[name]);
     this._series = {};
@@ -213,12 +214,9 @@ export class Recording {
     return this.ended ? this.known : Math.max(this.known - 1, 0);
   }
 
-  /** The rows of a table by key; a page asks for few of them at first. */
+  /** The rows of a table by key. */
   series(name) {
-    let found = this._series[name];
-    if (!found) this._series[name] = found = new Series(this.tables[name], SERIES[name]);
-    else found.update();
-    return found;
+    return (this._series[name] ??= new Series(this.tables[name], SERIES[name]));
   }
 
   /** The steps of one rank, ascending. */

@@ -45,9 +45,11 @@ export function sharesAfter(walk, hops) {
 
 /** The numbers that a member holds of a chunk after some hops; before the first, what it gives. */
 export function numbersAfter(walk, hops, rank, chunk) {
-  if (hops) return chunkOf(walk, walk.hops[hops - 1].held[rank], chunk);
-  if (!walk.what.endsWith("all_gather")) return chunkOf(walk, walk.given[rank], chunk);
-  return ownChunk(walk, rank) === chunk ? [walk.given[rank]].flat(Infinity) : [];
+  const gathers = walk.what.endsWith("all_gather");
+  if (gathers && ownChunk(walk, rank) === chunk) return [walk.given[rank]].flat(Infinity);
+  const reached = (hop) => hop.moves.some((move) => move.dst === rank && move.chunk === chunk);
+  if (gathers && !walk.hops.slice(0, hops).some(reached)) return []; // zeros stand there that nobody has sent
+  return chunkOf(walk, hops ? walk.hops[hops - 1].held[rank] : walk.given[rank], chunk);
 }
 
 /** Which chunk of the whole a member of an all_gather gives: it is the first that it sends. One alone gives all of it. */
