@@ -72,8 +72,8 @@ def draw_cells(
         spine.set_visible(False)
     axes.tick_params(length=2, labelsize=7.5)
     if ticks:
-        axes.set_xticks(_ticks([end for cell in cells for end in cell.columns], wide))
-        axes.set_yticks(_ticks([end for cell in cells for end in cell.rows], high))
+        axes.set_xticks(_ticks([end for cell in cells for end in cell.columns], columns))
+        axes.set_yticks(_ticks([end for cell in cells for end in cell.rows], rows))
 
 
 def fitted(label: str, inches: float) -> str:
@@ -89,4 +89,4 @@ def _ticks(ends: Sequence[float], whole: float) -> list[float]:
     points = sorted({0.0, float(whole), *map(float, ends)})
     step = -(-len(points) // MOST_TICKS)
     kept = points[::step]
-    return kept if kept[-1] == points[-1] else [*kept[: -1 if len(kept) > MOST_TICKS else None], points[-1]]
+    return kept if kept[-1] == points[-1] else [*kept[:-1], points[-1]]

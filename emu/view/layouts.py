@@ -126,7 +126,8 @@ def layout_figure(
                 axes.text(0.5, 0.5, "empty", transform=axes.transAxes, ha="center", color=FAINT_INK)
         shown = f"{name} {list(map(int, shape))} over {mesh}"
         figure.suptitle(shown, x=0.01, ha="left", fontsize=10.5, fontweight="bold")
-        absent = [r for r in range(mesh.size) if not layout.holds(mesh, r)]
+        holders = {r for part in parts for r in part.ranks}
+        absent = [r for r in range(mesh.size) if not (r in holders if prod(shape) else layout.holds(mesh, r))]
         dark = f"dark: rank {rank}" if rank is not None else ""
         notes = [
             said for said in (layout_text(layout), "numbers in the picture are ranks", dark, _nothing(absent)) if said

@@ -150,6 +150,8 @@ def _draw_levels(axes: Axes, levels: Sequence[str], links: Sequence[Carried], st
     )
     axes.spines["left"].set_visible(False)
     if not levels:
+        axes.set_xticks([])
+        axes.set_xlabel("")
         axes.text(0.5, 0.5, "no link carried anything", transform=axes.transAxes, ha="center", color=FAINT_INK)
 
 

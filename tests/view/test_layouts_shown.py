@@ -109,3 +109,19 @@ def test_every_layout_has_a_small_mesh_and_shape_to_be_shown_on(layout):
     shape, mesh = schematic(layout)
     parts = layout_parts(layout, shape, mesh)
     assert parts and np.prod(shape) > 0 and layout_text(layout)
+
+
+def test_who_holds_nothing_of_a_tensor_is_said():
+    figure = layout_figure(Layout({"tp": Shard(0)}), [2], Mesh(tp=5))
+    assert "nothing on ranks 2" in " ".join(figure._supxlabel.get_text().split())
+
+
+def test_a_dimension_of_size_zero_has_no_other_numbers():
+    axes = layout_figure(Layout({"tp": Shard(0)}), [5, 0], Mesh(tp=5)).axes[0]
+    assert list(axes.get_xticks()) == [0.0]
+
+
+def test_numbers_of_many_cells_stand_apart():
+    axes = layout_figure(Layout({"tp": Shard(0)}), [1000, 4], Mesh(tp=500)).axes[0]
+    ticks = sorted(axes.get_yticks())
+    assert ticks[0] == 0 and ticks[-1] == 1000 and min(np.diff(ticks)) >= 1000 / 17
