@@ -18,8 +18,8 @@ MOST_ROWS = 40
 def trace_table(trace: Trace, title: str | None = None) -> Table:
     """What all ranks of a trace did together: kernels by phase, communication by group and kind, memory by category.
 
-    Bars compare bytes: of kernels what they read and write in device memory, of communication messages, of memory what was
-    allocated in all.
+    Bars compare the bytes of all rows on one scale, whatever is counted: of kernels what they read and write in device
+    memory, of communication messages, of memory what was allocated in all.
 
     Args:
         title: above the table; None says what the trace is of.
@@ -39,13 +39,13 @@ def trace_table(trace: Trace, title: str | None = None) -> Table:
             if type(event) is Kernel:
                 flops[key] += event.flops
     keys = sorted(calls)
-    most = {kind: max(sizes[key] for key in keys if key[0] == kind) for kind, _ in keys}
+    most = max(sizes.values(), default=0) or 1
     rows = [
         (
             name,
             f"{calls[kind, name]:,}",
             bytes_text(sizes[kind, name]),
-            "█" * max(round(BLOCKS * sizes[kind, name] / (most[kind] or 1)), 0) or "▏",
+            "█" * round(BLOCKS * sizes[kind, name] / most) or "▏",
             metric_text(flops[kind, name], "FLOP") if flops[kind, name] else "",
         )
         for kind, name in keys
@@ -56,7 +56,7 @@ def trace_table(trace: Trace, title: str | None = None) -> Table:
         notes.append(f"{count_text(left_out, 'more row')} not shown")
     if not rows:
         notes.append("nothing was recorded")
-    headers = ("all ranks together", "how many", "bytes", "", "work")
+    headers = ("all ranks together", "how many", "bytes", "of the row with most bytes", "work")
     return Table(headers, rows[:MOST_ROWS], repr(trace) if title is None else title, "; ".join(notes), left=(0, 3))
 
 

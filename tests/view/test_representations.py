@@ -140,3 +140,17 @@ def test_a_trace_is_counted_by_kind(make):
     assert rows["kernels, forward"][0] == "12" and rows["allocated, gradients"][0] == "6"
     assert table.note == "6 marks"
     assert "all_reduce" not in " ".join(row[0] for row in trace_table(make.training_step(2).without("dp.*")).rows)
+
+
+def test_bars_of_a_trace_are_on_one_scale_whatever_is_counted():
+    call = Collective("all_reduce", "dp", (0,), 0, 75, (), "float32", "sum", "", -1, "s", "", 0, "")
+    events = [Kernel("add", "", "", 100, 200, "float32", (), ""), call, Alloc(0, 1, "gradients", "")]
+    table = trace_table(Trace({"dp": 1}, {0: events}))
+    assert table.headers[3] == "of the row with most bytes"
+    lengths = {row[0]: (row[2], len(row[3].removesuffix("▏"))) for row in table.rows}
+    assert lengths == {
+        "kernels outside any phase": ("200 B", 12),
+        "dp.all_reduce": ("75 B", 4),  # 4.5 of 12, and a half goes to what is even
+        "allocated, gradients": ("1 B", 0),
+    }
+    assert all(row[3] for row in table.rows)  # what is little has a line, not nothing
