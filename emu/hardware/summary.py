@@ -90,7 +90,7 @@ class Summary:
 
         return [
             (
-                _NAMES[level.name] + (f" ({level.shape})" if level.shape else ""),
+                NAMES[level.name] + (f" ({level.shape})" if level.shape else ""),
                 said(level.memory_bytes, "B"),
                 said(level.bytes_per_s, "B/s"),
                 said(level.bytes_per_s and level.bytes_per_s / self.n_devices, "B/s"),
@@ -112,9 +112,9 @@ class Summary:
 
 
 HEADERS = ("all devices together", "memory", "bandwidth", "a device", "between halves")
-_NAMES = {
+NAMES = {
     "registers": "registers",
-    "sm": "memory of the SMs",
+    "sm": "memory of the cores",
     "l2": "last-level cache",
     "hbm": "device memory",
     "scale_up": "scale-up",

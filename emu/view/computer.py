@@ -18,7 +18,8 @@ def summary_tables(summary: Any) -> tuple[Table, Table]:
     Args:
         summary: what cluster.summary() gives.
     """
-    totals = Table(("", "value"), summary.facts(), summary.name, left=(0, 1))
+    whose = f"all {summary.n_devices:,} devices together" if summary.n_devices > 1 else "the device"
+    totals = Table((whose, "value"), summary.facts(), summary.name, left=(0, 1))
     note = "Bandwidths are of one direction, by data sheets; an empty cell is a figure that no source was found for."
     return totals, Table(HEADERS, summary.rows(), "", note, left=(0,))
 

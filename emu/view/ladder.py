@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from emu.hardware.summary import NAMES as LEVELS
 from emu.spmd import EmuError
 from emu.view.style import CURVE_COLOURS, FAINT_INK, INK, drawing, new_figure
 from emu.view.units import bytes_text, rate_text
@@ -12,16 +13,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-NAMES = {
-    "registers": "registers",
-    "sm": "memory of the cores",
-    "l2": "last-level cache",
-    "hbm": "device memory",
-    "scale_up": "other devices of the node",
-    "scale_out": "other nodes",
-    "above_pods": "other pods",
-    "host": "host memory",
-    "storage": "storage",
+# The words of the table, and where needed what a device finds there.
+NAMES = LEVELS | {
+    "scale_up": f"{LEVELS['scale_up']}: other devices of the node",
+    "scale_out": f"{LEVELS['scale_out']}: other nodes",
 }
 ORDER = ("registers", "sm", "l2", "hbm", "scale_up", "host", "scale_out", "above_pods", "storage")
 

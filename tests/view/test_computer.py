@@ -6,7 +6,7 @@ from io import StringIO
 from rich.console import Console
 
 from emu.hardware import Summary, cluster
-from emu.view import attach, summaries_table, summary_html, summary_tables
+from emu.view import attach, ladder, summaries_table, summary_html, summary_tables
 
 
 def printed(table):
@@ -19,7 +19,10 @@ def test_both_tables_hold_every_level_and_total():
     summary = cluster("h100-16384").summary()
     totals, levels = summary_tables(summary)
     assert {row[0] for row in totals.rows} >= {"devices", "racks", "peak bfloat16", "power with hosts"}
+    assert totals.headers[0] == "all 16,384 devices together"  # a peak in it is no device's
     assert len(levels.rows) == len(summary.levels)
+    for level, row in zip(summary.levels, levels.rows):  # the picture of the same levels has the same words
+        assert row[0].startswith(ladder.NAMES[level.name].partition(":")[0])
     assert "16.2 EFLOP/s" in printed(totals) and "1:7 above" in printed(levels) and "240 PB" in printed(levels)
 
 
