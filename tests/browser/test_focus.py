@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from browser.opened import Opened
-from step.stepped import ring
+from canvas.reader import Reader, carried
+from step.stepped import MESH, ring, training
 
 import emu
+from emu.stepping.keeping import recorded
 
 pytestmark = pytest.mark.browser
 
@@ -96,3 +99,33 @@ def test_a_program_of_no_steps_has_an_axis(watched, tmp_path):
     page = Opened(pages, tmp_path / "nothing.html")
     written = page.page.evaluate("window.written")
     assert "1.0" in written and not any("0.000" in text or "e-" in text for text in written)
+
+
+TRIANGLE = """
+window.lines = [];
+const context = CanvasRenderingContext2D.prototype;
+for (const name of ["lineTo", "fill"]) {
+  const does = context[name];
+  context[name] = function (...all) { window.lines.push([name, ...all]); return does.apply(this, all); };
+}
+"""
+
+
+def test_the_cursor_stands_where_the_host_of_the_next_rank_does(watched, tmp_path):
+    with emu.step(training, MESH) as s:
+        reader = Reader(carried(recorded(s, tensors=False).whole()))
+        s.save_html(tmp_path / "training.html")
+    pages = watched.page()
+    pages.add_init_script(TRIANGLE)
+    page = Opened(pages, tmp_path / "training.html")
+    places, times = [], []
+    for index in range(0, page.page.evaluate("emuStepper.known"), 9):
+        move = f"(async () => {{ window.lines = []; await emuStepper.goto({index}); return window.lines; }})()"
+        found = page.page.evaluate(move)  # in one go: a page whose height has changed is drawn again later
+        first = next(i for i, line in enumerate(found) if line[0] == "fill")  # the timeline is drawn first
+        places.append(found[first - 1][1])
+        host = reader.last("hosts", index, rank=page.shown([index])[0]["op"]["rank"])
+        times.append(host["at_s"] if host else 0.0)
+    slope, left = np.polyfit(times, places, 1)
+    assert slope > 0 and len(set(times)) > 5
+    assert np.allclose(slope * np.asarray(times) + left, places, atol=0.6)

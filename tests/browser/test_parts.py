@@ -161,3 +161,16 @@ def test_views_of_one_record_grow_apart(run):
     }"""
     seen = run("record", two, [record, part, {"strings": ["c"], "known": 0, **grown([3])}])
     assert seen == [[["", "a", "b", "c"], [[0]], ["a", "b", "a", "c"]]] * 2
+
+
+def test_thin_bars_share_a_pixel_by_their_length(run):
+    """Three bars in the second pixel of four, one of them into the third: sums of colours and shares."""
+    add = """({ Strip }, bars) => {
+      const strip = new Strip(4);
+      strip.clear([{ colour: "#ff0000" }, { colour: "#0000ff" }]);
+      for (const bar of bars) strip.add(...bar);
+      return [...strip.sums];
+    }"""
+    sums = run("strip", add, [[1.0, 1.25, 0], [1.25, 1.5, 1], [1.75, 2.5, 0], [3.5, 4.2, -1]])
+    wanted = [0, 0, 0, 0, 127.5, 0, 63.75, 0.75, 127.5, 0, 0, 0.5, 104, 104, 104, 0.5]
+    assert np.allclose(sums, wanted)

@@ -151,7 +151,7 @@ export function drawRow(context, bars, row, view, y, height, brushes, inks, stri
     const x0 = Math.max(left + (bars.start[i] - low) * scale, left);
     const x1 = Math.min(left + (bars.end[i] - low) * scale, right);
     if (x1 - x0 < 1.5 * pixel) {
-      strip.add(Math.floor(x0 / pixel), Math.max((x1 - x0) / pixel, 1e-6), bars.paint[i]);
+      strip.add(x0 / pixel, Math.max(x1 / pixel, x0 / pixel + 1e-6), bars.paint[i]);
       continue;
     }
     const xm = Math.min(Math.max(left + (bars.moves[i] - low) * scale, x0), x1);

@@ -27,15 +27,19 @@ export class Strip {
     this.used = false;
   }
 
-  /** A share 0-1 of a pixel has a paint. */
-  add(pixel, share, paint) {
-    const at = 4 * pixel;
+  /** What lies between two places, in pixels, has a paint. */
+  add(from, to, paint) {
     const colour = this.colours[paint + 1];
     const { sums } = this;
-    sums[at] += share * colour[0];
-    sums[at + 1] += share * colour[1];
-    sums[at + 2] += share * colour[2];
-    sums[at + 3] += share;
+    const end = Math.min(to, sums.length / 4);
+    for (let pixel = Math.floor(from); pixel < end; pixel++) {
+      const share = Math.min(end, pixel + 1) - Math.max(from, pixel);
+      const at = 4 * pixel;
+      sums[at] += share * colour[0];
+      sums[at + 1] += share * colour[1];
+      sums[at + 2] += share * colour[2];
+      sums[at + 3] += share;
+    }
     this.used = true;
   }
 
