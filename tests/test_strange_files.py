@@ -21,7 +21,7 @@ DEEP = {"lists": "a = " + "[" * 50_000, "tables": f"[{'.'.join('a' * 5000)}]", "
 def test_what_is_no_ordinary_file_is_refused(tmp_path: Path, reader, make):
     path = tmp_path / "it.toml"
     {"pipe": lambda: os.mkfifo(path), "device": lambda: path.symlink_to("/dev/zero"), "folder": path.mkdir}[make]()
-    with pytest.raises((HardwareError, PlanError), match="is no ordinary file$|is no ordinary file"):
+    with pytest.raises((HardwareError, PlanError), match="is no ordinary file"):
         READERS[reader](path)
 
 

@@ -55,6 +55,7 @@ def step(
     from emu.parallel import parse_mesh
     from emu.spmd import Mesh
     from emu.stepping import step as begin
+    from emu.trace.units import bytes_text
 
     for option, path in (("--picture", picture), ("--html", html)):
         if path is not None:
@@ -81,6 +82,7 @@ def step(
             picture.write_bytes(png_bytes(stepping_figure(stepper.state(), stepper.now.priced())))
         if html is not None:
             stepper.save_html(html)
+            shell.say(f"html: {html} ({bytes_text(html.stat().st_size)})")
         if as_json:
             print_json({**stepper.state(), "refused": shell.refused})
         return FALSE if stepper.error is not None else DONE

@@ -23,7 +23,9 @@ def write_whole(path: str | os.PathLike[str], content: bytes) -> None:
             written.write_bytes(content)
             os.replace(written, target)
     except OSError as error:
-        raise EmuError(f"{target} cannot be written: {error}", "name a file in a folder that exists") from error
+        raise EmuError(
+            f"{target} cannot be written: {error.strerror or error}", "name a file in a folder that exists"
+        ) from error
 
 
 def write_folder(path: str | os.PathLike[str], contents: Mapping[str, bytes]) -> None:
@@ -44,4 +46,4 @@ def write_folder(path: str | os.PathLike[str], contents: Mapping[str, bytes]) ->
             os.rename(made, target)
     except OSError as error:
         hint = "name a new folder, in a folder that exists"
-        raise EmuError(f"{target} cannot be written: {error}", hint) from error
+        raise EmuError(f"{target} cannot be written: {error.strerror or error}", hint) from error

@@ -49,7 +49,7 @@ def _sections(run: Any) -> list[Any]:
         sections.append(Text("It was not recorded."))
     counts = [f"{n} × {name}" for name, n in run.trace.counts(run.trace.ranks[0]).most_common()]
     sections += [Heading(f"What rank {run.trace.ranks[0]} runs"), Text("\n\n".join(counts) or "Nothing.")]
-    advice = [str(one) for one in run.advice()]
+    advice = [str(one).replace("\n  hint: ", ". Hint: ") for one in run.advice()]
     if advice:
         sections += [Heading("Advice"), Text("\n\n".join(advice))]
     return sections

@@ -100,7 +100,9 @@ def write(run: Run, path: str | os.PathLike[str]) -> None:
     try:
         _write_whole(Path(path), content)
     except OSError as error:
-        raise EmuError(f"{path} cannot be written: {error}", "name a file in a folder that exists") from error
+        raise EmuError(
+            f"{path} cannot be written: {error.strerror or error}", "name a file in a folder that exists"
+        ) from error
 
 
 def read(path: str | os.PathLike[str], on: Cluster | None = None) -> Saved:
@@ -120,6 +122,8 @@ def read(path: str | os.PathLike[str], on: Cluster | None = None) -> Saved:
         told = isinstance(error, (OSError, zipfile.BadZipFile, Refused))
         problem = shown(str(error) if told else f"it is damaged: {type(error).__name__}: {error}")
         hint = (error.hint if isinstance(error, Refused) else "") or AGAIN
+        if isinstance(error, OSError) and error.strerror:
+            problem, hint = error.strerror, "name a file that run.save(path) or emu run --save wrote"
         raise EmuError(f"{path} cannot be read as a saved run: {problem}", hint) from error
 
 

@@ -10,6 +10,7 @@ import base64
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cache
 from io import BytesIO
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -126,13 +127,23 @@ def drawing() -> Iterator[None]:
 
 
 def new_figure(width: float, height: float, layout: Any = "constrained") -> Figure:
-    """An empty figure of this size in inches, to be drawn inside of `drawing()`."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), layout=layout)
+    """An empty figure of this size in inches, to be drawn inside of `drawing()`. It shows itself in a notebook."""
+    figure = _shown_figure()(figsize=(width, height), layout=layout)
     if (figures := _drawn.get()) is not None:
         figures.append(figure)
     return figure
+
+
+@cache
+def _shown_figure() -> type[Figure]:
+    """matplotlib's figure, which a notebook shows only once pyplot was imported, and then by itself."""
+    from matplotlib.figure import Figure
+
+    class Drawn(Figure):
+        def _repr_png_(self) -> bytes:
+            return png_bytes(self, NOTEBOOK_DPI)
+
+    return Drawn
 
 
 def category_paints(names: Iterable[str]) -> dict[str, Paint]:

@@ -132,9 +132,7 @@ def test_what_is_no_ordinary_file_is_refused_and_never_waited_for(tmp_path, make
         "link to a fifo": "a pipe",
         "nothing": "No such file",
     }
-    refused(
-        path, None, says.get(make, "not a zip file"), "name a file" if make not in ("nothing", "empty") else "save it"
-    )
+    refused(path, None, says.get(make, "not a zip file"), "name a file" if make != "empty" else "save it")
 
 
 @pytest.mark.parametrize("path", [None, 5, 2.5, ["run"]], ids=repr)

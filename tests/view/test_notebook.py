@@ -9,6 +9,7 @@ from emu.hardware import cluster
 from emu.spmd import Mesh
 from emu.trace.memory import Memory
 from emu.view import attach
+from emu.view.style import new_figure
 
 
 class Run:
@@ -63,3 +64,7 @@ def test_a_run_with_no_record_says_so(clean, make):
     empty = SimpleNamespace(mesh=make.Mesh(), cluster=SimpleNamespace(name="<b>"), trace=make.Trace({}, {}))
     assert "nothing was recorded" in Run._repr_html_(empty) and "<b>&lt;b&gt;" not in Run._repr_html_(empty)
     assert "&lt;b&gt;" in Run._repr_html_(empty)
+
+
+def test_every_figure_shows_itself():
+    assert new_figure(2, 1)._repr_png_().startswith(b"\x89PNG")

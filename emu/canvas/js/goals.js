@@ -110,9 +110,10 @@ export function findGoal(recording, what, start) {
 }
 
 /** For a search that found nothing: names in what is known that are like `what`, or some of those that there are. */
-export function hintFor(recording, what) {
+export function hintFor(recording, what, index) {
   const texts = new Set();
-  for (let row = 0; row < recording.tables.ops.n; row++) {
+  const steps = recording.tables.steps;
+  for (const row of new Set(steps.column("op").subarray(index + 1, steps.n))) {
     const op = recording.op(row);
     for (const text of [op.name, op.label, op.given, op.scope, op.phase]) if (text) texts.add(text);
   }
@@ -126,6 +127,8 @@ export function hintFor(recording, what) {
     scored.push([shared / Math.max(own.size + other.size, 1), text]);
   }
   const near = scored.filter(([score]) => score > 0.25).sort((a, b) => b[0] - a[0]).slice(0, 5);
-  const names = (near.length ? near : scored.slice(0, 12)).map(([, text]) => text).join(", ");
-  return `${near.length ? "near it are" : "there are"} ${names}; step back to look again`;
+  if (!texts.size) return "nothing comes after this step; step back to look again";
+  const most = 12; // as many as a reader looks at
+  const names = (near.length ? near : scored.slice(0, most)).map(([, text]) => text).join(", ");
+  return `${near.length ? "near it is" : "ahead there is"} ${names}${!near.length && scored.length > most ? ", …" : ""}; step back to look again`;
 }

@@ -59,7 +59,7 @@ export class Travel {
       if (!what) controls.say({ message: "until names nothing to go on to", hint: "write a name, e.g. all_reduce, backward, rank 1" });
       else if (found >= 0) this._show(found);
       else if (this.goes_on) await this._from(recording.last, { do: "until", what: /^\d+$/.test(what) ? `rank ${what}` : what });
-      else controls.say({ message: `there is no ${what} after step ${index}`, hint: hintFor(recording, what) });
+      else controls.say({ message: `there is no "${what}" after step ${index}`, hint: hintFor(recording, what, index) });
     });
   }
 
