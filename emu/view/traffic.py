@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from emu.cost.routes import ABOVE, OUT, UP, WIRE
 from emu.cost.timeline import Timeline
 from emu.cost.traffic import Carried, carried
+from emu.view.labels import fold
 from emu.view.style import FAINT_INK, INK, drawing, new_figure
 from emu.view.tables import Table
-from emu.view.traffic_drawn import can_be_drawn, draw_cluster, is_busiest, mixed
+from emu.view.traffic_drawn import can_be_drawn, draw_cluster, draw_key, is_busiest, mixed
 from emu.view.units import bytes_text, count_text, percent_text, rate_text, time_text
 
 if TYPE_CHECKING:
@@ -29,8 +31,9 @@ SENT = ("out", "up", "to_host", "from_host", "")  # the ways in which a byte on 
 def traffic_figure(source: Any, width: float = 11.0, title: str | None = None) -> Figure:
     """Draws the wiring with the bytes that each link carries, and below it, level by level, how busy all links are.
 
-    Links are coloured, and made thicker, by the share of the step that they would be busy at full bandwidth; the busiest
-    one is named. Clusters of which more than 32 devices (or nodes of more than 64) are used are drawn level by level only.
+    Links are darker the larger the share of the step is that they would be busy at the bandwidth that large messages reach,
+    and thicker the nearer they are to the busiest one, which is named. Clusters of which more than 32 devices (or nodes of
+    more than 64) are used are drawn level by level only.
 
     Args:
         source: a Run, or a Timeline.
@@ -52,11 +55,12 @@ def traffic_figure(source: Any, width: float = 11.0, title: str | None = None) -
             parts: Any = figure.subfigures(2, 1, height_ratios=heights)
             above, below = parts
             draw_cluster(above.subplots(), timeline, links, 72 * width)
+            draw_key(above, timeline, links)
         else:
             below = figure
         _draw_levels(below.subplots(), levels, links, step_s)
-        if left_out := _left_out(timeline):
-            figure.supxlabel(left_out, x=0.008, ha="left", fontsize=8, color=FAINT_INK)
+        if note := _note(timeline, levels):
+            figure.supxlabel(fold(note, 72 * width - 12, 8), x=0.008, ha="left", fontsize=8, color=FAINT_INK)
         figure.suptitle(title if title is not None else _title(timeline, links), x=0.008, ha="left", fontweight="bold")
     return figure
 
@@ -77,8 +81,8 @@ def traffic_table(source: Any, title: str = "") -> Table:
         together = bytes_text(sum(link.bytes for link in own if link.way in SENT))
         share = percent_text(most.utilisation(timeline.step_time_s))
         rows.append((name, rate_text(most.bytes_per_s, "B/s"), together, said(most), bytes_text(most.bytes), share))
-    note = _left_out(timeline) if rows else "no link carried anything"
-    headers = ("links", "each can carry", "all carry", "busiest", "it carries", "of the step, at full bandwidth")
+    note = _note(timeline, [link.level for link in links]) if rows else "no link carried anything"
+    headers = ("links", "each reaches", "all carry", "busiest", "it carries", "of the step, at what it reaches")
     return Table(headers, rows, title, note, left=(0, 3))
 
 
@@ -120,6 +124,21 @@ def _left_out(timeline: Timeline) -> str:
     return f"{count_text(ran)} of {count_text(devices)} ranks have a record; only their devices' own links are counted"
 
 
+def _note(timeline: Timeline, levels: Sequence[str]) -> str:
+    """What the rates are beside those of data sheets, and what is left out."""
+    node, notes = timeline.cluster.node, []
+    of = {UP: node.scale_up, WIRE: node.scale_up, OUT: timeline.cluster.scale_out, ABOVE: timeline.cluster.scale_out}
+    used = dict.fromkeys(of.get(level, node.host_link) for level in levels)
+    rates = [
+        f"{link.name}, {rate_text(link.bytes_per_s, 'B/s')} of {rate_text(link.bandwidth_bytes_per_s, 'B/s')} a device"
+        for link in used
+        if link is not None
+    ]
+    if rates:
+        notes.append(f"bandwidth is what large messages reach of the data sheet's ({'; '.join(rates)})")
+    return "; ".join(filter(None, [*notes, _left_out(timeline)]))
+
+
 def _draw_levels(axes: Axes, levels: Sequence[str], links: Sequence[Carried], step_s: float) -> None:
     """A line for each level, with a stroke for each link at its utilisation."""
     from matplotlib.ticker import FuncFormatter
@@ -131,7 +150,7 @@ def _draw_levels(axes: Axes, levels: Sequence[str], links: Sequence[Carried], st
         axes.axhline(row, color="#e6e6e6", linewidth=0.6, zorder=0)
         axes.scatter(
             shares[level], [row] * len(own), marker="|", s=150, linewidths=1.6,
-            color=[mixed(share / top) for share in shares[level]], zorder=2,
+            color=[mixed(share) for share in shares[level]], zorder=2,
         )  # fmt: skip
         most = busiest(own)
         axes.annotate(
@@ -146,7 +165,7 @@ def _draw_levels(axes: Axes, levels: Sequence[str], links: Sequence[Carried], st
     axes.set_xlim(0, 1.5 * top)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.3g} %"))
     axes.set_xlabel(
-        "share of the step that each link would be busy at full bandwidth; a stroke for each link and direction"
+        "share of the step that each link would be busy at what it reaches; a stroke for each link and direction"
     )
     axes.spines["left"].set_visible(False)
     if not levels:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from emu.cost.routes import OUT, SWITCHED, UP, WIRE
 from emu.cost.traffic import Carried
 from emu.view.labels import cut
 from emu.view.style import CURVE_COLOURS, FAINT_INK, INK, ink_on
-from emu.view.units import bytes_text
+from emu.view.units import bytes_text, percent_text
 from emu.view.wiring import MOST_DEVICES, places
 
 if TYPE_CHECKING:
@@ -17,17 +17,23 @@ if TYPE_CHECKING:
 
     from emu.cost.timeline import Timeline
 
+    Looks = Callable[[Carried | None], tuple[str, float]]
+
 MOST_DRAWN = 32  # devices
 MOST_LABELS, MOST_BUSIEST = 32, 8  # of wires, both directions: more labels than that would hide them
 # From pale to dark, so that busy links stand out without colour, too.
-SHADES = ("#d9e2ec", "#f2c572", "#d1603d", "#6b0f1a")
+SHADES = ("#c6d4e4", "#f2c572", "#d1603d", "#6b0f1a")
+KEYS = (0.001, 0.01, 0.1, 0.5, 1.0)  # shares of the step that the legend shows
 UNUSED, DEVICE, SWITCH = "#e3e3e3", CURVE_COLOURS[0], "#c9ced4"
 DEVICE_Y, NETWORK_Y, NODE_Y = 0.0, 1.9, -1.9
 
 
 def mixed(share: float) -> str:
-    """The colour of a share, 0-1."""
-    position = min(max(share, 0.0), 1.0) * (len(SHADES) - 1)
+    """The colour of a share of the step, 0-1: only what is busy all the time is as dark as can be.
+
+    Along the square root, so that a hundredth and a tenth differ as well.
+    """
+    position = min(max(share, 0.0), 1.0) ** 0.5 * (len(SHADES) - 1)
     low = min(int(position), len(SHADES) - 2)
     parts = []
     for i in (1, 3, 5):
@@ -60,12 +66,25 @@ def draw_cluster(axes: Axes, timeline: Timeline, links: Sequence[Carried], width
     Args:
         width: of the picture in points.
     """
-    top = max(link.utilisation(1.0) for link in links)
     if _wired(timeline.cluster):
-        _draw_wires(axes, timeline, links, top)
+        _draw_wires(axes, timeline, links)
     else:
-        _draw_switches(axes, timeline, links, top, width)
+        _draw_switches(axes, timeline, links, width)
     axes.set_axis_off()
+
+
+def draw_key(figure: Any, timeline: Timeline, links: Sequence[Carried]) -> None:
+    """Below the devices, what colours and thickness mean."""
+    from matplotlib.lines import Line2D
+
+    most = percent_text(max(link.utilisation(timeline.step_time_s) for link in links))
+    keys = [Line2D([], [], color=mixed(share), linewidth=4, label=f"{100 * share:g} %") for share in KEYS]
+    heads = [Line2D([], [], linestyle="", label="colour: busy so much of the step")]
+    tail = [Line2D([], [], linestyle="", label=f"thickness: beside the busiest link's {most}")]
+    figure.legend(
+        handles=[*heads, *keys, *tail], loc="outside lower left", ncols=2 + len(keys), fontsize=8, handlelength=1.2,
+        columnspacing=1.2, handletextpad=0.5,
+    )  # fmt: skip
 
 
 def _devices(timeline: Timeline) -> list[int]:
@@ -77,11 +96,12 @@ def _wired(cluster: Any) -> bool:
     return cluster.node.shape is not None and cluster.node.shape.kind not in SWITCHED
 
 
-def _draw_switches(axes: Axes, timeline: Timeline, links: Sequence[Carried], top: float, width: float) -> None:
+def _draw_switches(axes: Axes, timeline: Timeline, links: Sequence[Carried], width: float) -> None:
     """Devices in a row, the switches of their nodes below them, and the network above."""
     from matplotlib.patches import FancyBboxPatch
 
     cluster, devices = timeline.cluster, _devices(timeline)
+    look = _look(timeline, links)
     nodes = {node: i for i, node in enumerate(dict.fromkeys(map(cluster.node_of, devices)))}
     at = {device: i + 0.7 * nodes[cluster.node_of(device)] for i, device in enumerate(devices)}
     left, right = -0.4, max(max(at.values()) + 0.6, 7.0)
@@ -91,7 +111,7 @@ def _draw_switches(axes: Axes, timeline: Timeline, links: Sequence[Carried], top
     for level, end in ((UP, NODE_Y), *(((OUT, NETWORK_Y),) if across else ())):
         for device, x in at.items():
             both = [sizes.get((level, device, way)) for way in ("out", "in")]
-            _draw_pair(axes, x, end, both, top, len(devices))
+            _draw_pair(axes, x, end, both, look, len(devices))
     for node in nodes:
         own = [at[device] for device in devices if cluster.node_of(device) == node]
         name = f"node {node}: {cluster.node.topology or 'switch'}"
@@ -120,16 +140,16 @@ def _bar(axes: Axes, left: float, right: float, y: float, name: str, points: flo
     axes.text((left + right) / 2, y, shown, ha="center", va="center", fontsize=8, zorder=4, clip_on=True)
 
 
-def _draw_pair(axes: Axes, x: float, end: float, both: Sequence[Carried | None], top: float, crowd: int) -> None:
+def _draw_pair(axes: Axes, x: float, end: float, both: Sequence[Carried | None], look: Looks, crowd: int) -> None:
     """A link's two directions side by side: away from the device on the left, towards it on the right."""
     room = min(1.0, 14 / crowd)
     for side, link in zip((-0.09, 0.09), both):
-        share = link.utilisation(1.0) / top if link is not None else 0.0
+        colour, share = look(link)
         start, stop = (DEVICE_Y, end) if side < 0 else (end, DEVICE_Y)
         axes.annotate(
             "", (x + side, start + 0.87 * (stop - start)), (x + side, start + 0.13 * (stop - start)), zorder=2,
             arrowprops={
-                "arrowstyle": "-|>", "color": mixed(share) if link else UNUSED,
+                "arrowstyle": "-|>", "color": colour,
                 "linewidth": (1.0 + 3.5 * share) * room, "mutation_scale": (7 + 4 * share) * room,
                 "shrinkA": 0, "shrinkB": 0,
             },
@@ -138,17 +158,29 @@ def _draw_pair(axes: Axes, x: float, end: float, both: Sequence[Carried | None],
         if link is not None:
             axes.text(
                 x + (-0.2 if side == "right" else 0.2), (DEVICE_Y + end) / 2, bytes_text(link.bytes), ha=side,
-                va="center", rotation=90, color=INK, fontsize=7 if crowd <= 16 else 5.5, fontweight=_weight(link, top),
+                va="center", rotation=90, color=INK, fontsize=7 if crowd <= 16 else 5.5, fontweight=_weight(look, link),
             )  # fmt: skip
 
 
-def _weight(link: Carried, top: float) -> str:
-    return "bold" if link.utilisation(1.0) >= top * (1 - 1e-9) else "normal"
+def _look(timeline: Timeline, links: Sequence[Carried]) -> Looks:
+    """Tells how a link, or none, is drawn: its colour, by what it has of the step, and its share of the busiest's, 0-1."""
+    top = max(link.utilisation(1.0) for link in links)
+
+    def look(link: Carried | None) -> tuple[str, float]:
+        if link is None:
+            return UNUSED, 0.0
+        return mixed(link.utilisation(timeline.step_time_s)), link.utilisation(1.0) / top
+
+    return look
 
 
-def _draw_wires(axes: Axes, timeline: Timeline, links: Sequence[Carried], top: float) -> None:
+def _weight(look: Looks, link: Carried) -> str:
+    return "bold" if look(link)[1] >= 1 - 1e-9 else "normal"
+
+
+def _draw_wires(axes: Axes, timeline: Timeline, links: Sequence[Carried]) -> None:
     """The wires of each node that is used, side by side; the busier direction of each counts."""
-    cluster = timeline.cluster
+    cluster, look = timeline.cluster, _look(timeline, links)
     shape: Any = cluster.node.shape
     at = places(shape)
     left, wide = 0.0, max(x for x, _ in at) - min(x for x, _ in at)
@@ -158,18 +190,18 @@ def _draw_wires(axes: Axes, timeline: Timeline, links: Sequence[Carried], top: f
         for wire in shape.wires:
             both = [found.get(ends) for ends in ((wire.source, wire.target), (wire.target, wire.source))]
             carrying = [link for link in both if link is not None]
-            share = max((link.utilisation(1.0) / top for link in carrying), default=0.0)
+            colour, share = look(max(carrying, key=lambda link: link.utilisation(1.0), default=None))
             (x0, y0), (x1, y1) = at[wire.source], at[wire.target]
             axes.plot(
-                [left + x0, left + x1], [y0, y1], color=mixed(share) if carrying else UNUSED,
-                linewidth=0.8 + 4.0 * share, zorder=1 + share, solid_capstyle="round",
+                [left + x0, left + x1], [y0, y1], color=colour, linewidth=0.8 + 4.0 * share, zorder=1 + share,
+                solid_capstyle="round",
             )  # fmt: skip
             most = max(carrying, key=lambda link: link.bytes, default=None)
-            alone = most is not None and sum(_weight(link, top) == "bold" for link in found.values()) <= MOST_BUSIEST
-            if most is not None and (len(found) <= MOST_LABELS or (alone and _weight(most, top) == "bold")):
+            alone = most is not None and sum(_weight(look, link) == "bold" for link in found.values()) <= MOST_BUSIEST
+            if most is not None and (len(found) <= MOST_LABELS or (alone and _weight(look, most) == "bold")):
                 axes.text(
                     left + 0.62 * x0 + 0.38 * x1, 0.62 * y0 + 0.38 * y1, bytes_text(most.bytes), ha="center", va="center",
-                    fontsize=6.5, zorder=3, fontweight=_weight(most, top),
+                    fontsize=6.5, zorder=3, fontweight=_weight(look, most),
                     bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 0.8},
                 )  # fmt: skip
         first = node * cluster.node.devices_per_node

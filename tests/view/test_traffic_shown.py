@@ -3,14 +3,16 @@
 from types import SimpleNamespace
 
 import pytest
+from matplotlib.colors import to_hex
 
 from emu.cost import price
 from emu.cost.traffic import carried
 from emu.hardware import cluster
-from emu.trace.events import Collective, Wait
+from emu.trace.events import Collective, Kernel, Wait
 from emu.view import png_bytes, traffic_figure, traffic_table
 from emu.view.style import luminance
 from emu.view.traffic_drawn import SHADES, mixed
+from emu.view.units import percent_text
 
 
 def texts(figure):
@@ -82,7 +84,39 @@ def test_a_part_of_the_ranks_is_said_to_be_one(make):
     events, there = ring(range(8))
     timeline = price(make.Trace({"dp": 8}, {0: events[0]}), there)
     assert "1 of 8 ranks have a record" in traffic_table(timeline).note
-    assert traffic_table(priced(make, range(8))).note == ""
+    assert "have a record" not in traffic_table(priced(make, range(8))).note
+
+
+def drawn(figure):
+    """(colour, width) of every link that is drawn."""
+    patches = [text.arrow_patch for text in figure.axes[0].texts if getattr(text, "arrow_patch", None)]
+    return {(to_hex(patch.get_edgecolor()), patch.get_linewidth()) for patch in patches}
+
+
+def key(figure):
+    return [text.get_text() for legend in figure.subfigs[0].legends for text in legend.get_texts()]
+
+
+def test_the_busiest_link_is_thick_but_no_darker_than_it_is_busy(make):
+    work = Kernel("mm", "", "", 10**15, 8, "float32", (), "main")
+    shades = []
+    for before in [], [work]:
+        events, there = ring(range(8))
+        timeline = price(make.Trace({"dp": 8}, {rank: [*before, *own] for rank, own in events.items()}), there)
+        ((shade, width),) = drawn(figure := traffic_figure(timeline))
+        share = max(link.utilisation(timeline.step_time_s) for link in carried(timeline))
+        assert shade == mixed(share) and width == 4.5
+        assert key(figure)[0] == "colour: busy so much of the step" and key(figure)[1:-1][-1] == "100 %"
+        assert key(figure)[-1] == f"thickness: beside the busiest link's {percent_text(share)}"
+        shades.append(luminance(shade))
+    assert shades[1] > shades[0] + 10  # with work of seconds beside it, it is pale
+
+
+def test_it_is_said_what_links_reach_of_their_data_sheets(make):
+    timeline = priced(make, range(8))
+    said = "bandwidth is what large messages reach of the data sheet's (NVLink 4, 367 GB/s of 450 GB/s a device)"
+    assert traffic_table(timeline).note == said == traffic_figure(timeline)._supxlabel.get_text()
+    assert "NIC, 47.5 GB/s of 50.0 GB/s a device" in traffic_table(priced(make, range(16), nodes=2)).note
 
 
 def test_shades_go_from_pale_to_dark_without_colour():
