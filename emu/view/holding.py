@@ -72,14 +72,25 @@ def holding_figure(
 
 
 def _title(shares: Shares, rank: int) -> str:
-    zero = f", zero={shares.plan.zero}" if shares.plan.zero else ""
+    zero = f", zero={shares.plan.zero}" if shares.plan.zero and shares.pieces else ""  # it cuts no activations
     coords = " ".join(f"{axis}={i}" for axis, i in shares.mesh.coords(rank).items())
     return f"who holds what on {shares.mesh}{zero}; dark: rank {rank}" + (f" ({coords})" if coords else "")
 
 
 def _note(shares: Shares, rank: int) -> str:
     idle = [r for r, share in shares.shares.items() if not share.rows]
-    notes = ["numbers in the picture are ranks", "activations of a rank: its tokens, of its layers and hidden units"]
+    plan = shares.plan
+    notes = [
+        "numbers in the picture are ranks, and shades tell neighbours apart",
+        "activations of a rank: its tokens, of its layers and hidden units",
+        f"the batch is the plan's: global_batch={plan.global_batch}, seq={plan.seq}",
+    ]
+    if not shares.pieces:
+        cut = f", which zero={plan.zero} cuts" if plan.zero else ""
+        notes.append(
+            f"not drawn: parameters, gradients and optimizer states{cut}; to see them name a model, as in "
+            'emu.view.holding_figure(plan, "gpt-tiny")'
+        )
     if idle:
         notes.append(f"no rows for {named(idle)}")
     whole = sum(shares.elements.values())

@@ -143,6 +143,17 @@ def test_kinds_that_are_held_alike_are_drawn_once(both):
     assert png_bytes(figure).startswith(b"\x89PNG")
 
 
+def test_a_plan_alone_says_how_to_see_its_states_and_where_its_batch_is_from(both):
+    plan = both[0].plan
+    states = 'holding_figure(plan, "gpt-tiny")'
+    for shares, alone in (both[0], False), (shares_of(plan), True):
+        figure = holding_figure(shares)
+        title, note = figure._suptitle.get_text(), " ".join(figure._supxlabel.get_text().split())
+        assert (f"zero={plan.zero}" in title) == (bool(plan.zero) and not alone)
+        assert (states in note) == alone and (f"which zero={plan.zero} cuts" in note) == (alone and bool(plan.zero))
+        assert f"global_batch={plan.global_batch}, seq={SEQ}" in note
+
+
 def test_ranks_without_rows_are_named():
     figure = holding_figure(PLANS["ulysses, more ranks than rows"])
     assert "no rows for 6, 7" in figure._supxlabel.get_text()
