@@ -152,13 +152,14 @@ def _summary_html(summary: Any) -> str:
 def _deadlock_html(error: Any) -> str | None:
     """What a caught one says, and who waits for whom; None, and so its text, where nobody could tell."""
     from emu.spmd import EmuError
-    from emu.view.waiting import waiting_figure
+    from emu.view.waiting import graph_of, nodes_of, waiting_figure
 
     try:
-        picture = _picture(waiting_figure(error), "who waits for whom")
+        few = len(nodes_of(graph_of(error))) <= 2  # they leave a wide picture empty, and on a page its letters small
+        picture = _picture(waiting_figure(error, width=7.5 if few else 11.0), "who waits for whom")
     except EmuError:
         return None
-    return f"<div><pre>{escape(str(error))}</pre>{picture}</div>"
+    return f'<div><pre style="white-space:pre-wrap">{escape(str(error))}</pre>{picture}</div>'
 
 
 def _run_html(run: Any) -> str:

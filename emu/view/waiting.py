@@ -86,8 +86,12 @@ def waiting_figure(error: Any, width: float = 11.0) -> Figure:
     nodes = nodes_of(graph)
     listed = [] if len(nodes) <= LABELLED else grouped_lines(graph)
     more = [f"  ... and {len(listed) - LINES} more"] * (len(listed) > LINES)
-    listed = [part for text in listed[:LINES] + more for part in wrap(text.strip(), 150, subsequent_indent="   ")]
-    said = wrap(str(getattr(error, "cause", None) or "").strip(), 130)
+    listed = [
+        part
+        for text in listed[:LINES] + more
+        for part in wrap(text.strip(), int(13.6 * width), subsequent_indent="   ")
+    ]
+    said = wrap(str(getattr(error, "cause", None) or "").strip(), int(11.8 * width))
     half = 1.2 if listed else 1.55  # of the height, in radii of the ring: labels need room beyond it
     side = 0.62 * width if listed else 1.6 if len(nodes) < 3 else 0.42 * width
     top, below = 0.45 + 0.2 * len(said), 0.4 + 0.19 * len(listed)

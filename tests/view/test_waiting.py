@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -42,25 +43,35 @@ def many_apart(n: int) -> WaitGraph:
     )
 
 
-def drawn(graph):
+def drawn(graph, width=11.0):
     """The figure, and the boxes of its texts in pixels."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-    figure = waiting_figure(graph)
+    figure = waiting_figure(graph, width)
     renderer = FigureCanvasAgg(figure).get_renderer()
     texts = [t for t in (*figure.axes[0].texts, *figure.texts) if t.get_text()]
     return figure, [(t, t.get_window_extent(renderer)) for t in texts]
+
+
+def assert_whole(figure, boxes):
+    width, height = figure.get_size_inches() * figure.dpi
+    for text, box in boxes:
+        assert box.x0 >= 0 and box.y0 >= 0 and box.x1 <= width and box.y1 <= height, f"{text} is cut off"
 
 
 @pytest.mark.parametrize("make", [ring, left, around_a_circle, many_apart], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("n", [4, 8, 16, 64])
 def test_nothing_overlaps_and_nothing_is_cut_off(make, n):
     figure, boxes = drawn(make(n))
-    width, height = figure.get_size_inches() * figure.dpi
-    for text, box in boxes:
-        assert box.x0 >= 0 and box.y0 >= 0 and box.x1 <= width and box.y1 <= height, f"{text} is cut off"
+    assert_whole(figure, boxes)
     for (a, box), (b, other) in itertools.combinations(boxes, 2):
         assert not box.overlaps(other), f"{a} lies on {b}"
+
+
+@pytest.mark.parametrize("width", [7.5, 11.0])
+def test_a_long_cause_is_folded(width):
+    cause = "likely cause: every rank of the circle stands in a send (swap.py:7), and a send ends only when its recv is called"
+    assert_whole(*drawn(SimpleNamespace(graph=ring(2), cause=f"{cause}; {cause}"), width))
 
 
 @pytest.mark.parametrize("make", [ring, left, around_a_circle, many_apart], ids=lambda f: f.__name__)
@@ -131,6 +142,7 @@ def test_a_launchs_error_is_drawn_and_shows_itself_in_a_notebook():
     html = caught.value._repr_html_()
     assert html.count("data:image/png;base64,") == 1 and "rank 1 waits in world.barrier" in html
     assert "&lt;" in Deadlock("a <b>", waiting={0: [1], 1: [0]})._repr_html_()
+    assert "white-space:pre-wrap" in html  # a hint is read to its end
 
 
 def test_errors_without_a_graph_are_refused_and_show_their_text():
