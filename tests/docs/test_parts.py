@@ -10,7 +10,20 @@ from importlib import import_module
 from importlib.resources import files
 
 import pytest
-from building import PARTS, api, commands, compared, constants, docstrings, expanded, hardware, readme, refusals, stacks
+from building import (
+    PARTS,
+    api,
+    commands,
+    compared,
+    constants,
+    docstrings,
+    expanded,
+    hardware,
+    readme,
+    refusals,
+    sentences,
+    stacks,
+)
 from building.markdown import plain, table
 from docutils import nodes
 from docutils.core import publish_doctree
@@ -271,6 +284,17 @@ def test_any_line_that_differs_is_found(outputs, data):
     changed = data.draw(st.integers(0, len(outputs) - 1))
     same[2 * changed + 1] = ("stated", f"{outputs[changed]}\nc")
     assert len(compared.differences(page(*same))) == 1
+
+
+def test_long_sentences_wrap_and_columns_do_not():
+    hint, row = "  hint: " + "let all ranks call it. " * 5, "rank 0  F0 F1  " + "B0--- " * 20
+    for text, wraps in (hint, True), (row, False), (f"a  b\n{hint}", True), (f"{hint}\n{row}", False), ("a b", False):
+        told = page(("cell", text), ("code", text))
+        sentences.wrap(None, told)
+        block, source = told.findall(nodes.literal_block)
+        assert ("sentences" in block["classes"]) == wraps and "sentences" not in source["classes"], text
+    style = (ROOT / readme.SITE / "static" / "site.css").read_text(encoding="utf-8")
+    assert ".sentences pre {\n  white-space: pre-wrap;" in style
 
 
 # Text.

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from building import api, commands, compared, constants, docstrings, hardware, readme, refusals, stacks
+from building import api, commands, compared, constants, docstrings, hardware, readme, refusals, sentences, stacks
 
 PARTS: dict[str, Callable[..., str]] = {
     "readme": readme.whole,
@@ -55,6 +55,7 @@ def setup(app: Any) -> dict[str, Any]:
     app.connect("source-read", _expand)
     app.connect("autodoc-process-docstring", docstrings.convert)
     app.connect("doctree-read", compared.compare)
+    app.connect("doctree-read", sentences.wrap)
     app.connect("env-before-read-docs", _read_all)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}
 
