@@ -22,7 +22,7 @@ from emu.view.style import CATEGORY_PAINTS, OTHER_CATEGORY
 
 FORMAT = 1
 STATES = ("not begun", "ready", "waiting", "ended")
-OP = ("kind", "name", "group", "given", "scope", "phase", "stream", "line", "detail", "label")
+OP = ("kind", "name", "group", "given", "scope", "phase", "stream", "line", "detail", "label", "code")
 
 # What each table has. Names of text are ids of strings; -1 stands for none, or for an end that is not known yet.
 TABLES: dict[str, tuple[str, ...]] = {

@@ -79,7 +79,7 @@ class _Steps:
         assert texts is not None
         if isinstance(event, (Collective, Transfer)):
             self._words[event.work] = event.name or in_words(event)
-        return self._record.op(texts, *texts)
+        return self._record.op(texts, *texts, "")  # its program is not there to be read
 
     @property
     def is_over(self) -> bool:

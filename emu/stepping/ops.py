@@ -11,7 +11,7 @@ from torch import Tensor
 
 from emu.trace.ops import op_of
 from emu.virtual.kernel import name_of
-from emu.virtual.lines import user_line
+from emu.virtual.lines import code_at, user_line
 
 if TYPE_CHECKING:
     from emu.virtual.device import VirtualDevice
@@ -42,6 +42,11 @@ class Op(NamedTuple):
         if self.kind == "wait":
             return f"wait for {self.given}"
         return f"{self.group}.{self.name}" if self.group else self.name
+
+    @property
+    def code(self) -> str:
+        """What stands at its line; "" where that cannot be read."""
+        return code_at(self.line)
 
     def names(self) -> Iterator[str]:
         """All that `until` knows it by, besides its scope and phase."""

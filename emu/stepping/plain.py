@@ -40,7 +40,7 @@ def state_of(moment: Moment, timeline: Timeline | None) -> dict[str, Any]:
 
 
 def _op(op: Op | None) -> dict[str, Any] | None:
-    return None if op is None else {**op._asdict(), "label": op.label}
+    return None if op is None else {**op._asdict(), "label": op.label, "code": op.code}
 
 
 def _rank(moment: Moment, situation: Situation, timeline: Timeline | None, rank: int) -> dict[str, Any]:

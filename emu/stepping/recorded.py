@@ -57,7 +57,7 @@ class Recording:
         return anew
 
     def _op(self, op: Any) -> int:
-        return self.record.op(op[1:], *op[1:], op.label)
+        return self.record.op(op[1:], *op[1:], op.label, op.code)
 
     def _stands(self, standing: Standing, index: int) -> None:
         rank, record = standing.rank, self.record

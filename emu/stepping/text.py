@@ -44,7 +44,8 @@ def state_text(state: dict[str, Any]) -> str:
         lines.append("the program has ended")
     else:
         op = state["op"]
-        lines.append(f"next: rank {op['rank']} {op_text(op)} ({op['line']})")
+        code = f": {op['code']}" if op["code"] else ""
+        lines.append(f"next: rank {op['rank']} {op_text(op)} ({op['line']}{code})")
     ranks = state["ranks"]
     fullest = max((sum(r["hbm"].values()) for r in ranks), default=0)
     rows = [_row(r, fullest) for r in _shown(ranks)]

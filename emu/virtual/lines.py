@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import linecache
 import os
 import sys
 import threading
@@ -54,6 +55,13 @@ def path_of(name: str) -> str:
     """The file that messages call by a name; "" where it is none of the user's, or several have it."""
     paths = {path for files in _FILES.values() for path, called in list(files.items()) if called == name}
     return paths.pop() if len(paths) == 1 else ""
+
+
+def code_at(line: str) -> str:
+    """What stands at a line of the user's program that messages call "file.py:12"; "" where it cannot be read."""
+    name, _, number = line.rpartition(":")
+    path = path_of(name)
+    return linecache.getline(path, int(number)).strip() if path and number.isdigit() else ""
 
 
 def is_emus(path: str) -> bool:

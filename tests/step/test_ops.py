@@ -8,6 +8,7 @@ from step.stepped import to_end
 from torch import nn
 
 import emu
+from emu.virtual.lines import code_at
 
 
 def steps_of(program, **axes):
@@ -101,3 +102,15 @@ def test_backward_calls_of_a_recomputed_module_are_recompute():
         torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False).sum().backward()
 
     assert ("recompute", "addmm") in {(op.phase, op.name) for op in steps_of(again, dp=1)}
+
+
+def test_a_step_knows_what_stands_at_its_line():
+    def adds(rank):
+        return torch.ones(2) + 1
+
+    (made, added) = steps_of(adds, dp=1)
+    assert made.code == added.code == "return torch.ones(2) + 1"
+
+
+def test_what_no_file_holds_is_not_there_to_be_read():
+    assert code_at("nowhere.py:3") == code_at("unknown") == code_at("") == ""

@@ -33,12 +33,13 @@ export class Controls {
     this.mesh = mesh;
     this.where = make("span", { class: "where" });
     this.what = make("span", { class: "what" });
+    this.code = make("code", { class: "code" });
     this.busy = make("span", { class: "busy" });
-    this.status = make("p", { class: "status", "aria-live": "polite", "aria-atomic": "true" }, this.where, " ", this.what, " ", this.busy);
+    this.status = make("p", { class: "status", "aria-live": "polite", "aria-atomic": "true" }, this.where, " ", this.what, " ", this.code, " ", this.busy);
     this.alert = make("div", { class: "alert", role: "alert", hidden: true });
     this.slider = make("input", { type: "range", min: "0", step: "1", "aria-label": "step", oninput: () => app.travel.goto(this.slider.valueAsNumber) });
     this.number = make("input", { type: "number", min: "0", step: "1", "aria-label": "go to step", title: "go to step: g" });
-    this.until = make("input", { type: "text", size: "18", placeholder: "all_reduce, backward, blocks.0…", "aria-label": "go on until",
+    this.until = make("input", { type: "text", size: "28", placeholder: "all_reduce, backward, blocks.0…", "aria-label": "go on until",
       title: "an op, a kind of collective, group.kind, a name, a module, a phase, a mark, rank 2; * for any letters: u" });
     this.number.addEventListener("change", () => this._jump());
     this.number.addEventListener("keydown", (event) => {
@@ -96,6 +97,7 @@ export class Controls {
     const [where, what] = sentence(recording, state);
     write(this.where, where);
     write(this.what, what);
+    write(this.code, state.error ? "" : (state.op?.code ?? ""));
     write(this.busy, this.app.travel.busy ? "Running …" : "");
     const times = recording.step_time_s === null ? "" : `, ${timeText(recording.step_time_s)}${recording.provisional ? " so far, provisional" : ""}`;
     write(this.about, `${this.mesh} on ${about.cluster}${times}${about.kind === "run" ? "; a saved run" : ""}${this.app.closed ? "; closed" : ""}`);

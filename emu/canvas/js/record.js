@@ -153,7 +153,7 @@ export function countBelow(numbers, limit, n = numbers.length) {
 }
 
 const TABLES = ["ops", "steps", "memory", "peaks", "standing", "streams", "marks", "works", "open", "parts", "coming", "tensors"];
-const OP = ["kind", "name", "group", "given", "scope", "phase", "stream", "line", "detail", "label"];
+const OP = ["kind", "name", "group", "given", "scope", "phase", "stream", "line", "detail", "label", "code"];
 const SERIES = {
   memory: ["rank", "category"],
   peaks: ["rank"],

@@ -32,6 +32,7 @@ button.fold .sign { display: inline-block; width: 1.2em; }
 .status { min-height: 2.9em; margin: 4px 0 6px; overflow-wrap: anywhere; }
 .status .where { font-weight: bold; }
 .status .what { white-space: pre-line; }
+.status .code { display: block; min-height: 1.4em; margin-top: 4px; font-family: ui-monospace, monospace; white-space: pre-wrap; }
 .alert { background: var(--alert); border-left: 4px solid var(--cursor); padding: 6px 10px; margin: 6px 0; overflow-wrap: anywhere; }
 .emu span, .emu button, .emu option { unicode-bidi: isolate; }
 .busy { color: var(--faint); }
