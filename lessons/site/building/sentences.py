@@ -7,7 +7,7 @@ from typing import Any
 
 from docutils import nodes
 
-WIDE = 80  # characters: about what a page shows in a line
+WIDE = 92  # characters that a page shows in a line
 TEXT = ("text", "none", "default", "myst-ansi")  # the last is what cells put out
 _COLUMNS = re.compile(r"\S {2,}\S")
 
