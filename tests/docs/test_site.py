@@ -131,6 +131,8 @@ def test_the_site_is_built_whole_and_leads_nowhere_else(tmp_path):
     assert "cell_output" in deadlock and "<img" in deadlock  # what a notebook draws is drawn
     ring = (out / "examples" / "ring.html").read_text(encoding="utf-8")
     assert ring.count("come 0, 1, 2, not yet 3") == 1  # what is stated and what came out is shown once
+    assert 'src="../_images/stepper.png"' in ring and "output stream sentences" in ring
+    assert (out / "examples" / "who_holds_what.html").read_text(encoding="utf-8").count("<img") >= 3
     text = "".join(path.read_text(encoding="utf-8") for path in out.rglob("*.html"))
     assert not re.search(rf"{re.escape(str(ROOT))}|{re.escape(str(Path.home()))}/", text)  # nothing of this machine
     assert (out / "searchindex.js").exists() and not list(SITE.rglob("*.ipynb"))  # nothing is written among the sources
