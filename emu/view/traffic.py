@@ -59,7 +59,7 @@ def traffic_figure(source: Any, width: float = 11.0, title: str | None = None) -
         else:
             below = figure
         _draw_levels(below.subplots(), levels, links, step_s)
-        if note := _note(timeline, levels):
+        if note := _note(timeline, links):
             figure.supxlabel(fold(note, 72 * width - 12, 8), x=0.008, ha="left", fontsize=8, color=FAINT_INK)
         figure.suptitle(title if title is not None else _title(timeline, links), x=0.008, ha="left", fontweight="bold")
     return figure
@@ -81,7 +81,7 @@ def traffic_table(source: Any, title: str = "") -> Table:
         together = bytes_text(sum(link.bytes for link in own if link.way in SENT))
         share = percent_text(most.utilisation(timeline.step_time_s))
         rows.append((name, rate_text(most.bytes_per_s, "B/s"), together, said(most), bytes_text(most.bytes), share))
-    note = _note(timeline, [link.level for link in links]) if rows else "no link carried anything"
+    note = _note(timeline, links) if rows else "no link carried anything"
     headers = ("links", "each reaches", "all carry", "busiest", "it carries", "of the step, at what it reaches")
     return Table(headers, rows, title, note, left=(0, 3))
 
@@ -124,9 +124,10 @@ def _left_out(timeline: Timeline) -> str:
     return f"{count_text(ran)} of {count_text(devices)} ranks have a record; only their devices' own links are counted"
 
 
-def _note(timeline: Timeline, levels: Sequence[str]) -> str:
+def _note(timeline: Timeline, links: Sequence[Carried]) -> str:
     """What the rates are beside those of data sheets, and what is left out."""
     node, notes = timeline.cluster.node, []
+    levels = [level for level in LEVELS if any(link.level == level for link in links)]
     of = {UP: node.scale_up, WIRE: node.scale_up, OUT: timeline.cluster.scale_out, ABOVE: timeline.cluster.scale_out}
     used = dict.fromkeys(of.get(level, node.host_link) for level in levels)
     rates = [
@@ -136,6 +137,8 @@ def _note(timeline: Timeline, levels: Sequence[str]) -> str:
     ]
     if rates:
         notes.append(f"bandwidth is what large messages reach of the data sheet's ({'; '.join(rates)})")
+    if any(link.utilisation(timeline.step_time_s) > 1 for link in links):
+        notes.append("above 100 %: a collective is counted as one ring here, and priced as several over other wires")
     return "; ".join(filter(None, [*notes, _left_out(timeline)]))
 
 

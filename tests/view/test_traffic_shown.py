@@ -3,8 +3,10 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 from matplotlib.colors import to_hex
 
+import emu
 from emu.cost import price
 from emu.cost.traffic import carried
 from emu.hardware import cluster
@@ -123,3 +125,14 @@ def test_shades_go_from_pale_to_dark_without_colour():
     lights = [luminance(mixed(i / 20)) for i in range(21)]
     assert lights == sorted(lights, reverse=True) and lights[0] - lights[-1] > 60
     assert mixed(0) == SHADES[0] and mixed(2) == SHADES[-1]
+
+
+def test_wires_that_would_be_busy_for_longer_than_the_step_are_explained():
+    def program(rank):
+        rank.group("dp").all_reduce(torch.empty(1 << 24))
+
+    run = emu.launch(program, emu.Mesh(dp=8, on=emu.cluster("mi300x-8")), backend="shape")
+    assert max(link.utilisation(run.timeline().step_time_s) for link in carried(run.timeline())) > 1
+    assert "above 100 %" in traffic_table(run).note
+    other = emu.launch(program, emu.Mesh(dp=8, on=emu.cluster("h100-8")), backend="shape")
+    assert "above 100 %" not in traffic_table(other).note
