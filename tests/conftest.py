@@ -16,7 +16,7 @@ settings.register_profile("dev", deadline=None, max_examples=100, suppress_healt
 settings.register_profile("exhaustive", deadline=None, max_examples=1000, suppress_health_check=SLOW)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background by a script: Ctrl-C is tested all the same
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in what a script starts in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(1)
 gc.set_threshold(20_000, 20, 10)  # looking for garbage among all that is imported was a tenth of the time

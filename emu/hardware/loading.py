@@ -84,7 +84,7 @@ from .plausible import check_plausible
 from .schema import ClusterTable
 from .underlying import tables_under
 
-MOST_LEVELS = 16  # of tables in tables: a cluster has four
+MOST_LEVELS = 16  # of tables in tables: a cluster has four; chosen
 _TABLES = ("chip", "node", "scale_up", "host_link", "scale_out", "host", "fabric", "storage")
 
 
