@@ -108,11 +108,11 @@ def test_keys_go_forth_and_back(opened):
 
 
 def words(s, index):
-    """The next step as the page says it."""
+    """The next step as the page says it, and the program's own line."""
     op = s.at(index).op
     inside = ", ".join(filter(None, (op.scope, op.phase)))
     parts = (f"Next: rank {op.rank}", op.label, op.detail, f"({inside})" if inside else "", f"at {op.line}")
-    return " ".join(filter(None, parts)) + "."
+    return " ".join([" ".join(filter(None, parts)) + ".", *op.code.split()])
 
 
 @pytest.mark.parametrize(
