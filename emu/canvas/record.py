@@ -55,7 +55,7 @@ class Rows:
 
     def __init__(self, names: Sequence[str]) -> None:
         self.columns = {name: array("d" if name in FLOATS else "i") for name in names}
-        self._add = [column.append for column in self.columns.values()]
+        self._add: list[Any] = [column.append for column in self.columns.values()]
 
     def __len__(self) -> int:
         return len(next(iter(self.columns.values())))
@@ -63,7 +63,7 @@ class Rows:
     def add(self, *row: float) -> int:
         """Adds a row, its values in the order of the columns; returns its number."""
         for add, value in zip(self._add, row, strict=True):
-            add(value)  # type: ignore[arg-type]
+            add(value)
         return len(self) - 1
 
     def packed(self, start: int = 0) -> dict[str, Any]:

@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
-
-from emu.trace.events import Event
-from emu.trace.trace import Trace
-
-if TYPE_CHECKING:
-    from emu.cost.timeline import Timeline
+from typing import Any
 
 MOST_EVENTS = 400_000  # about 25 MB of record; with more, a browser is slow to open the page
 
@@ -41,7 +34,7 @@ def _sections(run: Any) -> list[Any]:
     from emu.view.timeline import timeline_figure
 
     sections: list[Any] = [metrics_table(run.metrics), Heading("Timeline")]
-    sections.append(Picture(timeline_figure(_readable(run.timeline())), "What every stream does, and when"))
+    sections.append(Picture(timeline_figure(run.timeline()), "What every stream does, and when"))
     sections.append(Heading("Memory"))
     if run.has_memory:
         sections.append(Picture(memory_figure(run.memory), "What lives in device memory, by category"))
@@ -53,18 +46,3 @@ def _sections(run: Any) -> list[Any]:
     if advice:
         sections += [Heading("Advice"), Text("\n\n".join(advice))]
     return sections
-
-
-def _readable(timeline: Timeline) -> Timeline:
-    """The same with names that can be drawn: "?" stands for what is no text, half a surrogate pair say."""
-    events = timeline.trace.events
-    return replace(
-        timeline, trace=Trace(timeline.trace.axes, {rank: [*map(_named, own)] for rank, own in events.items()})
-    )
-
-
-def _named(event: Event) -> Event:
-    names = {field: value for field, value in event._asdict().items() if isinstance(value, str)}
-    if all(map(str.isprintable, names.values())):
-        return event
-    return event._replace(**{field: name.encode(errors="replace").decode() for field, name in names.items()})

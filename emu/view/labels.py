@@ -110,10 +110,11 @@ def finish(figure: Figure) -> None:
     from matplotlib.text import Text
     from matplotlib.ticker import FuncFormatter
 
-    for text in figure.findobj(Text):
-        said = text.get_text()  # type: ignore[attr-defined]
+    texts: list[Any] = figure.findobj(Text)
+    for text in texts:
+        said = text.get_text()
         if not said.isascii() and readable(said) != said:
-            text.set_text(readable(said))  # type: ignore[attr-defined]
+            text.set_text(readable(said))
     for axes in figure.axes:
         for axis in (axes.xaxis, axes.yaxis):
             names = axis.get_major_formatter()

@@ -19,7 +19,9 @@ from emu.spmd import Deadlock, Grads, Layout, Shard
 from emu.trace.events import Alloc, Collective, Free, Kernel, Mark
 from emu.trace.trace import Trace
 from emu.trace.units import plain_text
-from emu.view import Code, Heading, Picture, Table, Text, loss_figure, report_html, tables
+from emu.view import Code, Heading, Picture, Table, Text, attach, loss_figure, report_html, tables
+
+attach()  # whichever of these tests runs first
 
 NASTY = (
     *(
