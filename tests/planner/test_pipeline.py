@@ -40,10 +40,13 @@ def test_equal_stages_take_as_long_as_the_schedule_walked(schedule, chunks, rank
 
 
 @pytest.mark.parametrize("schedule", ["zb-h1", "zb-h2"])
-@pytest.mark.parametrize("ranks, microbatches", [(2, 8), (4, 16), (8, 32)])
-@pytest.mark.parametrize("weight", [0.8, 1.0])
+@pytest.mark.parametrize("ranks, microbatches", [(2, 1), (4, 3), (8, 9), (2, 8), (4, 16), (8, 32)])
+@pytest.mark.parametrize("weight", [0.2, 0.8, 1.0])
 def test_zero_bubble_schedules_take_as_long_as_a_step_costs_when_walked(schedule, ranks, microbatches, weight):
-    """Within 3 %: from a rank's first start to its last stop, as ranks need not wait for one another between steps."""
+    """Within 3 %: from a rank's first start to its last stop, as ranks need not wait for one another between steps.
+
+    Among them as many micro-batches as fill no bubble.
+    """
     stages = [StageTime(1.0, 1.0 + weight, weight)] * ranks
     w = workload(pp=ranks, schedule=schedule)
     made = make(schedule, ranks, microbatches)
@@ -184,7 +187,7 @@ def test_every_layer_has_a_stage(layers, stages):
 
 def test_half_of_the_heads_backward_is_its_weights():
     """By hand, with layers of 1 and 2 s, of which 1 s is the weights'."""
-    layer = LayerTime(1.0, 2.0, 1.0, 1.0, 1.0, *(0.0,) * 5)
+    layer = LayerTime(1.0, 2.0, 1.0, 1.0, 1.0, 1.0, *(0.0,) * 5)
     found = stage_times((3, 3), layer, (0.25, 0.5), (1.0, 3.0))
     assert found == (StageTime(3.25, 6.5, 3.0), StageTime(4.0, 9.0, 4.5))
 

@@ -9,6 +9,7 @@ from .workload import Workload
 # where attention is spelled out. Counted in traces of GPT layers of Megatron and torchtitan, from memory.
 FUSED, APART, SPELLED_OUT = 14, 10, 8
 BACKWARD = 1.7  # kernels of backward over forward's: assumed
+WEIGHTS = 0.2  # of backward's kernels, those for gradients of weights: one a product, of 24 fused ones; assumed
 CASTS = 2  # fp8: conversions for each of a rank's experts, assumed
 # What a direction launches again, and recomputation's share of it. All and nothing by definition, others assumed.
 AGAIN = {"none": 0.0, "full": 1.0, "every-other-layer": 0.5, "selective": 0.3, "per-op": 0.5}

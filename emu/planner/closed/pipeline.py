@@ -92,9 +92,15 @@ def _interleaved_s(w: Workload, stages: Sequence[StageTime], microbatches: int) 
 
 
 def _zero_bubble_s(weights: int) -> Callable[[Workload, Sequence[StageTime], int], float]:
-    """Bubbles filled by `weights` backward passes for weights a stage: 1 in ZB-H1, 2 in ZB-H2."""
+    """Bubbles filled by `weights` backward passes for weights a stage: 1 in ZB-H1, 2 in ZB-H2.
+
+    Too few micro-batches have no such passes left when the bubble comes: these are walked.
+    """
 
     def seconds(w: Workload, stages: Sequence[StageTime], microbatches: int) -> float:
+        if microbatches < weights * len(stages):
+            walked = timed(rows(w, microbatches), _times(stages))
+            return walked.makespan if w.optimizer_sync else walked.cost
         slowest = max(stages, key=lambda s: s.whole)
         n = len(stages)
         mean = StageTime(*(sum(part) / n for part in zip(*stages)))
@@ -119,12 +125,7 @@ def _walked_s(w: Workload, stages: Sequence[StageTime], microbatches: int, hop_s
 
     What further ones take is seen in the second half of these: in some schedules even the slowest device idles between.
     """
-    times = Times(
-        [s.forward for s in stages],
-        [s.backward - s.weight for s in stages],
-        [s.weight for s in stages],
-        hop_s,
-    )
+    times = _times(stages, hop_s)
 
     def walk(n: int) -> float:
         return timed(rows(w, n), times).makespan
@@ -135,3 +136,8 @@ def _walked_s(w: Workload, stages: Sequence[StageTime], microbatches: int, hop_s
     whole, half = walk(most), most - 2 * w.pp
     busiest = max(device.whole for device in laid(w).per_device(stages))
     return whole + (microbatches - most) * max(busiest, (whole - walk(half)) / (most - half))
+
+
+def _times(stages: Sequence[StageTime], hop_s: float = 0.0) -> Times:
+    inputs = [stage.backward - stage.weight for stage in stages]
+    return Times([stage.forward for stage in stages], inputs, [stage.weight for stage in stages], hop_s)

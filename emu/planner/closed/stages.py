@@ -110,7 +110,7 @@ def stage_times(
 
     Half of the head's backward counts as its weight's gradient: one of two equal products; cross entropy is small beside.
     """
-    stages = [StageTime(n * layer.forward, n * layer.backward, n * layer.weight) for n in layers]
+    stages = [StageTime(n * layer.forward, n * layer.backward, n * layer.weights) for n in layers]
     stages[0] = _more(stages[0], *first, 0.0)
     stages[-1] = _more(stages[-1], *last, last[1] / 2)
     return tuple(stages)

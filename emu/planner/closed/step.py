@@ -114,7 +114,7 @@ def _parts(prepared: Prepared, prices: Prices, lies: Laid) -> tuple[dict[str, fl
     pipeline = makespan_s(w, stages, steps, waits=not overlapped)
     hop = hop_s(w, prices, micro_batch)
     each = w.layers / w.pp
-    mean = StageTime(each * beside.forward, each * beside.backward, each * beside.weight)
+    mean = StageTime(each * beside.forward, each * beside.backward, each * beside.weights)
     n, repeated = lies.worked(slowest), steps
     ends = devices[slowest].whole - n * (beside.forward + beside.backward)
     parts = {

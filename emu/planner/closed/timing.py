@@ -5,24 +5,26 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from .communication import layer_messages
-from .host import AGAIN, host_s, joined_s, launch_s
+from .host import AGAIN, WEIGHTS, host_s, joined_s, launch_s
 from .prices import Prices
 from .work import Attention, Work
 from .workload import Workload
 
+WHOLE = frozenset(("gpipe", "1f1b", "interleaved"))  # schedules whose backward is one part; others launch it in two
 PER_OP_AGAIN = 0.45  # of a layer's forward, where every second matrix product is kept; assumed
 
 
 class LayerTime(NamedTuple):
     """Seconds of one layer and one micro-batch.
 
-    forward, backward: all there is, recomputation included; kernels_forward, input, weight: its kernels alone; tensor,
-    context, experts: exposed messages of both directions; again: recomputation on the device; host: what host-bound
-    layers add to the device's time.
+    forward, backward: all there is, recomputation included; weights: of backward, what gradients of weights take;
+    kernels_forward, input, weight: its kernels alone; tensor, context, experts: exposed messages of both directions;
+    again: recomputation on the device; host: what host-bound layers add to the device's time.
     """
 
     forward: float
     backward: float
+    weights: float
     kernels_forward: float
     input: float
     weight: float
@@ -54,10 +56,16 @@ def layer_time(w: Workload, prices: Prices, work: tuple[Work, ...], micro_batch:
     if expert and w.moe is not None and w.moe.dropless:
         counted = prices.software["software.expert_launches"] * launch_s(w, prices)
     total_f = joined_s(device_f + counted, host_f, power)
-    total_b = joined_s(device_b + again, host_b + AGAIN[w.recompute] * host_f, power)
+    of_weights, host_b = WEIGHTS * host_b, host_b + AGAIN[w.recompute] * host_f
+    weights = joined_s(weight, of_weights, power)
+    if w.pp > 1 and w.schedule not in WHOLE:
+        total_b = joined_s(device_b - weight + again, host_b - of_weights, power) + weights
+    else:
+        total_b = joined_s(device_b + again, host_b, power)
     return LayerTime(
         total_f,
         total_b,
+        weights,
         forward,
         into,
         weight,
