@@ -11,7 +11,7 @@ import typer
 
 from emu.commands.options import Json
 from emu.programs import DONE, FALSE, failure_of, load
-from emu.terminal import print_json, refuse_unwritable
+from emu.terminal import print_json, refuse_unwritable, stages
 
 if TYPE_CHECKING:
     from emu.stepping import Stepper
@@ -81,7 +81,8 @@ def step(
 
             picture.write_bytes(png_bytes(stepping_figure(stepper.state(), stepper.now.priced())))
         if html is not None:
-            stepper.save_html(html)
+            with stages() as stage:
+                stepper.save_html(html, progress=stage("steps", 0))
             shell.say(f"html: {html} ({bytes_text(html.stat().st_size)})")
         if as_json:
             print_json({**stepper.state(), "refused": shell.refused})

@@ -6,6 +6,7 @@ Values are kept as far as they fit: small tensors, each content once, up to a bu
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,7 +32,12 @@ WALK_NUMBERS = 20_000  # the most numbers of one collective, chunk by chunk, tha
 MOST_STEPS = 200_000
 
 
-def recorded(stepper: Stepper, tensors: bool = True, budget_bytes: int = BUDGET_BYTES) -> Record:
+def recorded(
+    stepper: Stepper,
+    tensors: bool = True,
+    budget_bytes: int = BUDGET_BYTES,
+    progress: Callable[[int], None] = lambda steps: None,
+) -> Record:
     """The record of a whole program.
 
     The program runs to its end once more, in a run of its own; the stepper stays where it is. Of a stepper that is closed, what
@@ -40,6 +46,7 @@ def recorded(stepper: Stepper, tensors: bool = True, budget_bytes: int = BUDGET_
     Args:
         tensors: whether to look at tensors and collectives, which takes longer.
         budget_bytes: of their values, as text: half for tensors, half for collectives.
+        progress: called with how many steps have been looked at.
 
     Raises:
         WentAnotherWay: the program did something else than before. What it raises by itself is a part of the record.
@@ -55,7 +62,7 @@ def recorded(stepper: Stepper, tensors: bool = True, budget_bytes: int = BUDGET_
         execution = Execution(stepper._program, stepper.mesh, stepper.history, stepper._how)
         try:
             keeper = Keeper(recording.record, execution, stepper.cluster, budget_bytes) if tensors else None
-            _follow(execution, recording, keeper)
+            _follow(execution, recording, keeper, progress)
         finally:
             execution.close()
     if not tensors:
@@ -70,7 +77,7 @@ def title_of(stepper: Stepper) -> str:
     return f"{name} on {stepper.mesh}, {stepper.cluster.name}"
 
 
-def _follow(execution: Execution, recording: Recording, keeper: Keeper | None) -> None:
+def _follow(execution: Execution, recording: Recording, keeper: Keeper | None, progress: Callable[[int], None]) -> None:
     """Goes on to the end, step by step if somebody looks."""
     history, follow = execution.history, recording.follow
     index = 0 if keeper is not None else MOST_STEPS
@@ -91,6 +98,7 @@ def _follow(execution: Execution, recording: Recording, keeper: Keeper | None) -
             moved = history.ops[max(at - 1, 0)].rank if history.ops else history.ranks[0]
             changed = {moved, *(standing.rank for standing in history.changes[at]), *follow.met}
             keeper.look(at, history.ranks if over else sorted(changed))
+        progress(at)
         if over:
             return
         if at >= MOST_STEPS:

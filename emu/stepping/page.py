@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from emu.canvas.page import page_html
@@ -16,7 +17,13 @@ if TYPE_CHECKING:
     from emu.stepping.stepper import Stepper
 
 
-def save_page(stepper: Stepper, path: str | os.PathLike[str], tensors: bool, budget_bytes: int | None) -> None:
+def save_page(
+    stepper: Stepper,
+    path: str | os.PathLike[str],
+    tensors: bool,
+    budget_bytes: int | None,
+    progress: Callable[[int], None],
+) -> None:
     """Writes the file, whole or not at all. See Stepper.save_html.
 
     Raises:
@@ -25,7 +32,7 @@ def save_page(stepper: Stepper, path: str | os.PathLike[str], tensors: bool, bud
     budget = BUDGET_BYTES if budget_bytes is None else budget_bytes
     if isinstance(budget, bool) or not isinstance(budget, int) or budget < 0:
         raise EmuError(f"a budget of {budget!r} bytes", "give a whole number of bytes; 0 keeps no values")
-    record = recorded(stepper, tensors, budget).whole()
+    record = recorded(stepper, tensors, budget, progress).whole()
     page = page_html(record["title"], record, fallback_html=sections_html(_still(stepper)))
     write_whole(path, page.encode(errors="replace"))  # what is no text in a name
 

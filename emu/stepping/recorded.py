@@ -11,7 +11,7 @@ from emu.cost import PricingError, price
 from emu.hardware import Cluster
 from emu.spmd import Mesh
 from emu.stepping.history import History, Standing
-from emu.trace.events import Collective, Transfer, Wait
+from emu.trace.events import Collective, Transfer
 from emu.trace.trace import Trace
 
 
@@ -107,7 +107,7 @@ class Recording:
                 own = [
                     (event, step)
                     for event, step in own
-                    if not (isinstance(event, (Collective, Transfer, Wait)) and (rank, event.work) in waiting)
+                    if not (isinstance(event, (Collective, Transfer)) and (rank, event.work) in waiting)
                 ]
             events[rank], steps[rank] = [event for event, _ in own], [step for _, step in own]
         try:

@@ -204,9 +204,7 @@ def so_far(situation: Situation) -> dict[int, list[Event]]:
         gone: set[int] = set()
         if situation.open:
             gone = {e.work for e in _communications(events) if situation.is_open(e)}
-        found[rank] = [
-            e for e in events if not (gone and isinstance(e, (Collective, Transfer, Wait)) and e.work in gone)
-        ]
+        found[rank] = [e for e in events if not (gone and isinstance(e, (Collective, Transfer)) and e.work in gone)]
     return found
 
 

@@ -151,7 +151,7 @@ class Stepper:
         return self._moment(wanted)
 
     def goto(self, index: int) -> Stepper:
-        """Goes to the moment before step number `index`, forth or back.
+        """Goes to the moment before step number `index`, forth or back; a negative one counts from here.
 
         Raises:
             EmuError: the program has no such step.
@@ -212,7 +212,13 @@ class Stepper:
         """Everything but tensors where it stands, as plain data that JSON can carry: see Moment.state."""
         return self.now.state(times)
 
-    def save_html(self, path: str | os.PathLike[str], tensors: bool = True, budget_bytes: int | None = None) -> None:
+    def save_html(
+        self,
+        path: str | os.PathLike[str],
+        tensors: bool = True,
+        budget_bytes: int | None = None,
+        progress: Callable[[int], None] = lambda steps: None,
+    ) -> None:
         """Writes one HTML file that steps through the whole program, forth and back, without Python and without a network.
 
         For that the program runs to its end once more, in a run of its own; the stepper stays where it is. Values of small
@@ -222,13 +228,14 @@ class Stepper:
             path: of the file, which is written whole or not at all.
             tensors: whether tensors and collectives are looked at, which takes longer.
             budget_bytes: of their values, as text; None: 8 MiB.
+            progress: called with how many steps have been looked at.
 
         Raises:
             EmuError: a place where no file can be. WentAnotherWay: the program did something else than before.
         """
         from emu.stepping.page import save_page
 
-        save_page(self, path, tensors, budget_bytes)
+        save_page(self, path, tensors, budget_bytes, progress)
 
     def __repr__(self) -> str:
         return repr(self.now)

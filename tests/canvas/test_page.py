@@ -193,13 +193,15 @@ def test_a_steppers_file_steps_through_the_whole_program(tmp_path):
     path = tmp_path / "page.html"
     with emu.step(ring, emu.Mesh(dp=2)) as s:
         s.next(3)
-        s.save_html(path)
+        looked_at: list[int] = []
+        s.save_html(path, progress=looked_at.append)
         assert s.index == 3 and [p.name for p in tmp_path.iterdir()] == ["page.html"]
         text = path.read_text()
         check_alone(text)
         record = record_in(text)
         s.next(10**6)
         assert record["at"] == 3 and record["ended"] and record["known"] == len(s.history)
+        assert looked_at == list(range(len(s.history) + 1))
         assert Reader(record).state(5) == s.at(5).state(times=False)
         assert record["title"] == "ring on dp=2, h100-8"
         shown = text[text.index("<noscript>") : text.index("</noscript>")]
