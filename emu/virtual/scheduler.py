@@ -16,7 +16,7 @@ import torch
 from emu.spmd.errors import EmuError
 from emu.virtual.freed import Fault, tell
 from emu.virtual.rng import RandomState
-from emu.virtual.thread import Stop, Thread, Waiting, raise_in
+from emu.virtual.thread import Stop, Thread, Waiting, none_is_under_way, raise_in
 from emu.virtual.watchdog import LOOK_S, Watchdog
 
 RANK = "emu rank "  # what a rank's thread is called
@@ -75,6 +75,8 @@ class Scheduler:
                     thread.worker.join()
                 thread.worker = None
             self.outside.restore()
+            if any(thread.told for thread in self.threads.values()):
+                none_is_under_way()
         if self.failure is not None:
             failure, self.failure = self.failure[1], None
             try:
@@ -115,7 +117,7 @@ class Scheduler:
             try:
                 with self._reach:
                     thread.done = True
-                    if thread.told:  # not otherwise: CPython 3.11 runs slowly for good after taking back nothing
+                    if thread.told:  # if not, there would be nothing to take back: see none_is_under_way
                         raise_in(threading.get_ident(), None)
             except Abort:
                 pass

@@ -28,6 +28,31 @@ def raise_in(ident: int, error: type[BaseException] | None) -> None:
     )
 
 
+class _Arrived(BaseException):
+    pass
+
+
+def none_is_under_way() -> None:
+    """Lets CPython forget that it looks for exceptions from other threads; called once all have arrived or never will.
+
+    It does so until one arrives, even if what was sent has been taken back or its thread is gone. That costs every call a
+    look, and in 3.11 the first call under sys.settrace (of a debugger, coverage, hypothesis) never begins. So one arrives.
+    """
+    interrupt: BaseException | None = None
+    waits = True
+    while waits:
+        try:
+            raise_in(threading.get_ident(), _Arrived)
+            while True:
+                pass
+        except _Arrived:
+            waits = False
+        except BaseException as error:  # Ctrl-C came first
+            interrupt = error
+    if interrupt is not None:
+        raise interrupt
+
+
 class Stop(NamedTuple):
     """What a rank is about to do, for whoever steps it."""
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 import threading
 import time
 from contextlib import suppress
@@ -128,6 +130,42 @@ def test_pressing_it_again_and_again_changes_nothing():
 def test_a_launch_after_an_interrupted_one_works():
     interrupt(trains)
     assert run_virtual(lambda rank: rank.group().all_reduce(torch.ones(1)).item(), Mesh(ranks=3)).results == [3.0] * 3
+
+
+TRACED = """
+import os, signal, sys, threading, emu
+from emu.virtual import scheduler
+
+if "as it was" in sys.argv:
+    scheduler.none_is_under_way = lambda: None
+
+def loops(rank):
+    threading.Timer(0.2, lambda: signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)).start()
+    while True:
+        pass
+
+try:
+    emu.launch(loops, emu.Mesh(dp=2))
+except KeyboardInterrupt:
+    late = threading.Timer(3, lambda: (print("hangs", flush=True), os._exit(0)))
+    late.daemon = True
+    late.start()
+    sys.settrace(lambda frame, event, of: None)
+    (lambda: print("goes on"))()
+"""
+
+
+def traced(*argv):
+    return subprocess.run([sys.executable, "-c", TRACED, *argv], capture_output=True, text=True).stdout.strip()
+
+
+def test_what_is_traced_after_an_interrupt_goes_on():
+    assert traced() == "goes on"
+
+
+@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="it is CPython 3.11 that hangs")
+def test_control_what_is_traced_would_hang():
+    assert traced("as it was") == "hangs"
 
 
 def test_an_interrupt_while_ranks_are_being_started(monkeypatch):
