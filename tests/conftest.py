@@ -27,6 +27,15 @@ def pytest_collection_finish(session):
     gc.freeze()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def what_is_left_is_looked_through_once():
+    """Whoever collects garbage, as a full device does, would go through all that earlier files of tests left in memory."""
+    yield
+    if len(gc.get_objects()) > 200_000:
+        gc.collect()
+        gc.freeze()
+
+
 @pytest.fixture
 def float64():
     """torch's default dtype, for files that say `pytestmark = pytest.mark.usefixtures("float64")`."""
