@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -280,21 +281,28 @@ class Summing:
         self._reduced = 0
 
 
+_elsewhere: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()  # by id
+
+
 def refuse_torchs_own(parameters: Sequence[Tensor]) -> None:
     """From now on an optimizer of torch's own that steps on these parameters is an error: it finds no gradients there."""
+    _elsewhere.update((id(p), p) for p in parameters)
+    _watch_optimizers()
+
+
+@cache
+def _watch_optimizers() -> None:
+    """One hook for all parameters: every step of any optimizer calls it."""
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-    known = {id(p): weakref.ref(p) for p in parameters}
+    register_optimizer_step_pre_hook(_refuse)
 
-    def refuse(optimizer: Any, args: Any, kwargs: Any) -> None:
-        for group in optimizer.param_groups:
-            for p in (group["params"][0], group["params"][-1]) if group["params"] else ():  # these tell
-                if (ours := known.get(id(p))) is None or ours() is not p:
-                    continue
+
+def _refuse(optimizer: Any, args: Any, kwargs: Any) -> None:
+    for group in optimizer.param_groups:
+        for p in (group["params"][0], group["params"][-1]) if group["params"] else ():  # these tell
+            if _elsewhere.get(id(p)) is p:
                 raise EmuError(
                     f"{type(optimizer).__name__} steps on parameters whose gradients, or whose values, it does not find here",
                     "make it with .optimizer(torch.optim.AdamW, lr=...) of the DataParallel",
                 )
-
-    handle = register_optimizer_step_pre_hook(refuse)
-    weakref.finalize(parameters[0], handle.remove)

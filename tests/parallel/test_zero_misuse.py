@@ -281,3 +281,17 @@ def test_a_forward_that_failed_leaves_nothing_whole_and_says_only_what_failed(re
         assert not any(here)
         assert all(torch.allclose(found[name], p.grad, rtol=1e-12) for name, p in model.named_parameters())
     assert not [str(w.message) for w in recwarn if "silenced" in str(w.message)]
+
+
+def test_every_optimizers_step_stays_as_quick_however_many_models_there_have_been():
+    """Models that somebody keeps are looked up, not asked one by one."""
+    from torch.optim import optimizer
+
+    def program(rank):
+        return [emu.DataParallel(Twice(), rank, zero=3) for _ in range(5)]
+
+    counts, kept = [], []
+    for _ in range(3):
+        kept.append(emu.launch(program, emu.Mesh(dp=2)).results)
+        counts.append(len(optimizer._global_optimizer_pre_hooks))
+    assert counts[0] == counts[-1]
