@@ -272,11 +272,11 @@ def test_the_demo_proves_prices_and_draws(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("name", "pictures", "says"),
     [
-        pytest.param("hsdp", 6, "hsdp", marks=pytest.mark.exhaustive),
-        pytest.param("sp", 4, "sp cuts those by tokens", marks=pytest.mark.exhaustive),
-        pytest.param("zb", 6, "by the schedule zb-h1", marks=pytest.mark.exhaustive),
+        ("hsdp", 6, "hsdp"),
+        ("sp", 4, "sp cuts those by tokens"),
+        ("zb", 6, "by the schedule zb-h1"),
         ("cp", 6, "each device has 25.0 % of what is attended"),
-        pytest.param("checkpoint", 4, "is computed again in backward. Activations", marks=pytest.mark.exhaustive),
+        ("checkpoint", 4, "is computed again in backward. Activations"),
         ("ep", 5, "a device waits for others (outlined in grey)"),
     ],
 )

@@ -16,7 +16,6 @@ from .covering import Case, pairs, pool_of
 from .plans import AXES, CHOICES, MESHES, ORDERS, cost_of, equal, possible
 
 PARTS = 16  # so that several processes may share the plans out
-SAMPLE = 5  # of these are run with the ordinary tests
 WATCHED = 12  # one of so many plans also runs watched for races
 
 
@@ -25,10 +24,7 @@ def wrong(cases: list[Case], first: int = 0, step: int = 1) -> list[str]:
     return [text for text in said if text]
 
 
-@pytest.mark.parametrize(
-    "part",
-    [*range(SAMPLE), *(pytest.param(part, marks=pytest.mark.exhaustive) for part in range(SAMPLE, PARTS))],
-)
+@pytest.mark.parametrize("part", range(PARTS))
 def test_plans_in_which_every_pair_of_options_occurs_are_equal_bit_for_bit(part: int) -> None:
     cases = list(ordinary()[part::PARTS])
     found = wrong(cases, part, PARTS)

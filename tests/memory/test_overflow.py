@@ -22,7 +22,7 @@ def one(program, capacity_bytes=None, ranks=1):
     return run_virtual(program, Mesh(dp=ranks), capacity_bytes=capacity_bytes)
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(program=programs)
 def test_the_peak_fits_and_one_byte_less_does_not(program):
     # A garbage cycle is collected when memory is short, so with cycles less than the peak may do: see the next test.

@@ -19,7 +19,7 @@ def verdict(program, config, sizes, tier="exact", mutants="none"):
     return check(program, emu.Mesh(dp=len(sizes)), one_device, args=args, tier=tier, mutants=mutants)
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=40)
 @given(configs, cuts)
 @example(SMALL, [0, 0, 0, 0, 0, 0, 0, 1])  # seven empty ranks
 @example(SMALL, [1] * 8)

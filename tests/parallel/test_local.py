@@ -133,7 +133,7 @@ def on_quadratics(a, c, tokens, every, lr=0.1, averages=200, outer=None):
     return emu.launch(program, emu.Mesh(ranks=len(a)), track=False).results[0]
 
 
-@settings(max_examples=4)
+@settings(max_examples=8)
 @given(st.integers(1, 6), st.tuples(st.integers(1, 5), st.integers(1, 5)))
 def test_it_ends_where_steps_between_averages_put_it(every, tokens):
     a, c = (1.0, 4.0), (0.0, 1.0)

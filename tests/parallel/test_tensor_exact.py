@@ -88,7 +88,7 @@ def is_one_device(case, rows, zero, microbatches):
 anyhow = given(cases(), st.integers(1, 5), st.sampled_from([0, 1, 2, 3]), st.integers(1, 2))
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=15, deadline=None)
 @anyhow
 def test_any_decoder_cut_anyhow_is_one_device_bit_for_bit(case, rows, zero, microbatches):
     is_one_device(case, rows, zero, microbatches)
@@ -112,7 +112,7 @@ def test_key_and_value_heads_that_ranks_share_are_summed_once(tp, sp):
     assert verdict.equivalent, str(verdict)
 
 
-@pytest.mark.parametrize("sp", [pytest.param(False, marks=pytest.mark.exhaustive), True])
+@pytest.mark.parametrize("sp", [False, True])
 def test_every_mutant_of_tensor_parallelism_is_killed(sp):
     config = Config(layers=1, width=8, heads=4, kv_heads=2, head_dim=2, ffn=8, vocab=11, seq=4, positions="rotary")
     plan = Plan("dp=2,tp=4", sp=sp, global_batch=4, seq=4)

@@ -60,7 +60,7 @@ def train(
     st.sampled_from([0.3, 3.0, 100.0]),
     st.sampled_from(["program", 0, 7]),
 )
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_steps_in_advance_end_in_the_same_bits(schedule, dp, microbatches, clip, order):
     mesh = emu.Mesh(pp=2, dp=dp)
     there = emu.launch(train, mesh, args=(schedule, microbatches, clip, False))

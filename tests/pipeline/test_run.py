@@ -21,7 +21,7 @@ BOTH = {"pp": 2, "dp": 2}
 ROWS = ((1, 0, 2, 1, 1), (0, 1, 1, 0, 2))
 
 
-@settings(max_examples=6)
+@settings(max_examples=12)
 @example(Case(TIED, BOTH, "zb-h1", rows=ROWS, how={"zero": 3}))
 @example(Case(TIED, BOTH, "zb-v", rows=ROWS, how={"zero": 3, "replicate": 2, "recompute": True}))
 @example(Case(TIED, BOTH, "dualpipe", rows=ROWS, how={"zero": 2}))

@@ -65,7 +65,7 @@ def asked(draw: st.DrawFn) -> tuple[Any, str, dict[str, Any]]:
     return draw(st.sampled_from((GPT, LLAMA, LLAMA, MOE, TIED))), mesh, fields_
 
 
-@settings(max_examples=4, deadline=None, derandomize=True)
+@settings(max_examples=6, deadline=None, derandomize=True)
 @given(asked(), st.sampled_from((2, 4, 8)))
 @example((LLAMA, "dp=4,tp=2", {"zero": 3, "global_batch": 8, "sp": True}), 2)
 @example((MOE, "dp=4", {"global_batch": 8, "ep": 2}), 2)

@@ -34,7 +34,7 @@ PROGRAMS = [
 ]
 
 
-@settings(max_examples=10)
+@settings(max_examples=20)
 @given(st.sampled_from(PROGRAMS), st.lists(QUESTIONS, min_size=1, max_size=6))
 def test_a_page_knows_at_every_time_what_the_stepper_knows(program, questions):
     with emu.step(*program) as s:
